@@ -1,0 +1,175 @@
+"""The process groups of one generation, built from a Layout and passed explicitly; there is no global group.
+
+A ``Group`` wraps a ProcessGroup object of torch's (gloo on CPU, NCCL on CUDA) that was built straight from a store, so
+only its members take part in building it and a new generation can be formed beside the old one. Groups of one rank do
+no communication at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    Backend,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    ReduceScatterOptions,
+    Store,
+    Work,
+)
+
+from engine.planning.layout import Coordinates, Layout
+
+SUM = ReduceOp.SUM
+MAX = ReduceOp.MAX
+
+
+class Pending:
+    """A collective on its way. ``wait`` blocks until the result is usable (on CUDA: until the stream waits for it)."""
+
+    def __init__(self, work: Work | None) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Block until done; raises RuntimeError when a peer is gone."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def done(self) -> bool:
+        """Whether the work has completed, without blocking. Not meaningful for point-to-point work on gloo."""
+        return self._work is None or self._work.is_completed()
+
+
+class Group:
+    """Some ranks of the job that talk to each other; ``rank`` and ``size`` are places within the group."""
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, backend: Backend | None) -> None:
+        assert (backend is None) == (len(ranks) == 1)
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+        self.size = len(ranks)
+        self._backend: Any = backend  # torch's stubs leave the collectives of a Backend out
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp.RedOpType = SUM) -> Pending:
+        """Reduce ``tensor`` in place over the group; every member ends with the same bits."""
+        if self._backend is None:
+            return Pending(None)
+        options = AllreduceOptions()
+        options.reduceOp = op  # type: ignore[assignment]
+        return Pending(self._backend.allreduce([tensor], options))
+
+    def reduce_scatter(self, output: Tensor, source: Tensor) -> Pending:
+        """Sum ``source`` [size * n] over the group; member i gets the i-th n elements in ``output`` [n]."""
+        if self._backend is None:
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source)
+            return Pending(None)
+        return Pending(self._backend._reduce_scatter_base(output, source, ReduceScatterOptions()))
+
+    def all_gather(self, output: Tensor, source: Tensor) -> Pending:
+        """Concatenate every member's ``source`` [n] into ``output`` [size * n]."""
+        if self._backend is None:
+            if output.data_ptr() != source.data_ptr():
+                output.copy_(source)
+            return Pending(None)
+        return Pending(self._backend._allgather_base(output, source))
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
+        """Start sending ``tensor`` to group member ``to``; keep the tensor unchanged until ``wait`` returned."""
+        assert self._backend is not None, "a group of one has nobody to send to"
+        return Pending(self._backend.send([tensor], to, tag))
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Pending:
+        """Start receiving into ``tensor`` from group member ``source``."""
+        assert self._backend is not None, "a group of one has nobody to receive from"
+        return Pending(self._backend.recv([tensor], source, tag))
+
+    def barrier(self) -> None:
+        """Wait until every member is here."""
+        if self._backend is not None:
+            self._backend.barrier().wait()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """All groups that one rank belongs to.
+
+    ``embedding`` holds the ranks of the first and the last pipeline stage that share tied embedding weights.
+    """
+
+    layout: Layout
+    rank: int
+    at: Coordinates
+    world: Group
+    tp: Group
+    dp: Group
+    pp: Group
+    embedding: Group
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the input embedding."""
+        return self.at.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.at.pp == self.layout.pp - 1
+
+
+def _backend(
+    store: Store, device: torch.device, bind_address: str, rank: int, size: int, timeout: timedelta
+) -> Backend:
+    if device.type == "cuda":
+        # Only CUDA builds of torch have this class.
+        from torch._C._distributed_c10d import ProcessGroupNCCL
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return ProcessGroupNCCL(store, rank, size, options)
+    gloo = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    gloo._timeout = timeout
+    gloo._devices = [ProcessGroupGloo.create_device(hostname=bind_address)]
+    return ProcessGroupGloo(store, rank, size, gloo)
+
+
+def build_groups(
+    layout: Layout, rank: int, store: Store, device: torch.device, *, bind_address: str, timeout_s: float
+) -> Groups:
+    """Meet the other ranks on ``store`` (whose prefix must be this generation's own) and build every group.
+
+    ``timeout_s`` bounds the meeting and every collective. Raises RuntimeError when ranks do not come.
+    """
+    at = layout.coordinates(rank)
+    timeout = timedelta(seconds=timeout_s)
+
+    def build(name: str, members: list[int]) -> Group:
+        place = members.index(rank)
+        if len(members) == 1:
+            return Group(name, tuple(members), place, None)
+        prefix = PrefixStore(f"{name}-{members[0]}", store)
+        backend = _backend(prefix, device, bind_address, place, len(members), timeout)
+        return Group(name, tuple(members), place, backend)
+
+    def line(axis: str, places: list[int]) -> list[int]:
+        return [layout.rank_of(Coordinates(**{**vars(at), axis: place})) for place in places]
+
+    ends = sorted({0, layout.pp - 1})
+    return Groups(
+        layout=layout,
+        rank=rank,
+        at=at,
+        world=build("world", list(range(layout.world_size))),
+        tp=build("tp", line("tp", list(range(layout.tp)))),
+        dp=build("dp", line("dp", list(range(layout.dp)))),
+        pp=build("pp", line("pp", list(range(layout.pp)))),
+        embedding=build("embedding", line("pp", ends) if at.pp in ends else [rank]),
+    )

@@ -62,6 +62,7 @@ class RankLaunch(Message):
     collective_timeout_s: float = 600.0
     peak_flops: float = Field(default=0.0, description="of this device, for MFU; 0 when unknown")
     num_threads: int = 1
+    launched_at: float = Field(default=0.0, description="wall clock at which the agent asked for this process")
 
     @property
     def start_step(self) -> int:

@@ -1,133 +1,124 @@
-"""The only code that talks to etcd: deadlines on every call, leases with keepalive, transactions, a watch that loses nothing."""
+"""The only way to etcd: deadlines on every call, leases, transactions, a watch that loses nothing.
+
+Behind it: ``connection.py`` (endpoints, tokens, deadlines), ``listing.py``, ``lease.py``, ``watch.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 
+from etcd3aio._protobuf import Compare, DeleteRangeRequest, PutRequest, RangeRequest, RequestOp, TxnRequest
 
-class StoreError(Exception):
-    """Etcd answered with an error that trying again will not cure."""
+from everstep.protocol.connection import Connection
+from everstep.protocol.lease import Lease
+from everstep.protocol.listing import key_value, list_prefix
+from everstep.protocol.records import (
+    Change,
+    KeyValue,
+    LeaseNotFound,
+    Put,
+    Snapshot,
+    StoreError,
+    StoreUnavailable,
+    Unchanged,
+)
+from everstep.protocol.store_settings import StoreSettings
+from everstep.protocol.watch import watch_prefix
 
-
-class StoreUnavailable(StoreError):
-    """Etcd did not answer in time, or no connection could be made."""
-
-
-@dataclass(frozen=True)
-class StoreSettings:
-    """How to reach etcd. ``endpoints`` are HOST:PORT."""
-
-    endpoints: tuple[str, ...]
-    root: str = "/everstep"
-    call_timeout_s: float = 3.0
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-
-
-@dataclass(frozen=True)
-class KeyValue:
-    """One key as it stands."""
-
-    key: str
-    value: bytes
-    mod_revision: int
-    create_revision: int
-    lease: int = 0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Every key below the prefix at ``revision``: the first thing a watch yields, and again after it had to re-list."""
-
-    revision: int
-    items: tuple[KeyValue, ...]
-
-
-@dataclass(frozen=True)
-class Change:
-    """One key changed at ``revision``; ``item`` None means it was deleted (or its lease ended)."""
-
-    revision: int
-    key: str
-    item: KeyValue | None
-
-
-@dataclass(frozen=True)
-class Unchanged:
-    """Condition of a transaction: ``key`` still has this mod_revision (0: it does not exist)."""
-
-    key: str
-    mod_revision: int
-
-
-@dataclass(frozen=True)
-class Put:
-    """One write of a transaction."""
-
-    key: str
-    value: bytes
-    lease: int = 0
-
-
-class Lease:
-    """A lease that is kept alive in the background until ``close`` or until it is ``lost``."""
-
-    id: int
-    ttl_s: int
-
-    async def lost(self) -> None:
-        """Return when the lease is known to have ended (expired or revoked); its keys are gone then."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Revoke it: its keys vanish at once."""
-        raise NotImplementedError
+__all__ = [
+    "Change",
+    "KeyValue",
+    "Lease",
+    "LeaseNotFound",
+    "Put",
+    "Snapshot",
+    "Store",
+    "StoreError",
+    "StoreSettings",
+    "StoreUnavailable",
+    "Unchanged",
+]
 
 
 class Store:
-    """An etcd client. Every method raises StoreUnavailable within ``call_timeout_s`` when etcd is away."""
+    """An etcd client. Every method raises StoreUnavailable within ``call_timeout_s`` when etcd is away.
+
+    Each request is sent at most once. A write that raises StoreUnavailable is ambiguous: etcd may have carried it out.
+    Writes with conditions may be tried again after a fresh read.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
     @classmethod
     async def connect(cls, settings: StoreSettings) -> Store:
-        """Make a client (does not wait for etcd to be up)."""
-        raise NotImplementedError
+        """Make a client (does not wait for etcd to be up). Raises ValueError with the field for bad settings."""
+        return cls(Connection(settings))
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Close all connections. End leases and watches before that."""
+        await self._connection.close()
+
+    @property
+    def silence_s(self) -> float | None:
+        """Seconds since etcd last answered (None: never). With a watch running it stays below 2 ``call_timeout_s``."""
+        return self._connection.silence_s
 
     async def get(self, key: str) -> KeyValue | None:
         """One key, linearizable."""
-        raise NotImplementedError
+        answer = await self._connection.call(lambda endpoint: endpoint.kv.Range, RangeRequest(key=key.encode()))
+        return key_value(answer.kvs[0]) if answer.kvs else None
 
     async def list(self, prefix: str) -> Snapshot:
         """All keys below ``prefix``, sorted by key."""
-        raise NotImplementedError
+        snapshot, _ = await list_prefix(self._connection, prefix)
+        return snapshot
 
     async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
-        """Write one key; returns the revision."""
-        raise NotImplementedError
+        """Write one key; returns the revision. Raises LeaseNotFound when ``lease`` has ended."""
+        request = PutRequest(key=key.encode(), value=value, lease=lease)
+        answer = await self._connection.call(lambda endpoint: endpoint.kv.Put, request)
+        return int(answer.header.revision)
 
     async def delete(self, key: str) -> None:
         """Delete one key, if it is there."""
+        await self._connection.call(lambda endpoint: endpoint.kv.DeleteRange, DeleteRangeRequest(key=key.encode()))
 
     async def transaction(
         self, conditions: Sequence[Unchanged], puts: Sequence[Put], deletes: Sequence[str] = ()
     ) -> int | None:
-        """Carry out all writes if all conditions hold; returns the revision, None when a condition did not hold."""
-        raise NotImplementedError
+        """Carry out all writes if all conditions hold; returns the revision, None when a condition did not hold.
+
+        A key may be written once only; etcd takes up to 128 writes. Raises LeaseNotFound when a lease has ended.
+        StoreUnavailable leaves open whether the writes were carried out, all or none: read before trying again.
+        """
+        request = TxnRequest(
+            compare=[_compare(condition) for condition in conditions],
+            success=[
+                *(RequestOp(request_put=PutRequest(key=p.key.encode(), value=p.value, lease=p.lease)) for p in puts),
+                *(RequestOp(request_delete_range=DeleteRangeRequest(key=key.encode())) for key in deletes),
+            ],
+        )
+        answer = await self._connection.call(lambda endpoint: endpoint.kv.Txn, request)
+        return int(answer.header.revision) if answer.succeeded else None
 
     async def lease(self, ttl_s: int) -> Lease:
-        """Grant a lease and keep it alive in the background."""
-        raise NotImplementedError
+        """Grant a lease and keep it alive in the background; ``Lease.ttl_s`` is what etcd granted."""
+        return await Lease.grant(self._connection, ttl_s)
 
     def watch(self, prefix: str, *, relist_interval_s: float = 300.0) -> AsyncIterator[Snapshot | Change]:
         """Yield a Snapshot, then every Change in order, for ever; survives etcd being away.
 
-        After compaction, a cancelled watch, or a long silence it lists anew and yields another Snapshot. No event is
-        yielded twice, none is lost.
+        After compaction, when etcd's data are not the same any more, and every ``relist_interval_s`` it lists anew and
+        yields another Snapshot. No event is yielded twice; none is lost, but those before a Snapshot are told by it.
+        Raises StoreError when etcd forbids it.
         """
-        raise NotImplementedError
+        return watch_prefix(self._connection, prefix, relist_interval_s)
+
+
+def _compare(condition: Unchanged) -> Compare:
+    if condition.mod_revision == 0:
+        return Compare(key=condition.key.encode(), target=Compare.CREATE, result=Compare.EQUAL, create_revision=0)
+    return Compare(
+        key=condition.key.encode(), target=Compare.MOD, result=Compare.EQUAL, mod_revision=condition.mod_revision
+    )

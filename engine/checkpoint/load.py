@@ -1,0 +1,109 @@
+"""Loading: each rank asks for its boxes, whatever layout it has and whatever layout wrote them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.checkpoint.agreement import agree
+from engine.checkpoint.boxes import Box, first_gap
+from engine.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from engine.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
+from engine.checkpoint.pieces import Piece, tensors_of
+from engine.checkpoint.reader import Reader
+from engine.checkpoint.sources import DiskSource, Source
+from engine.groups import Group
+
+CPU = torch.device("cpu")
+ALONE = Group("alone", (0,), 0, None)
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """What a load did on this rank. ``bytes_needed`` is the size of its pieces, ``bytes_read`` what they cost."""
+
+    manifest: Manifest
+    bytes_needed: int
+    bytes_read: int
+    seconds: float
+
+
+def load_checkpoint(
+    pieces: Sequence[Piece], directory: Path, group: Group = ALONE, *, device: torch.device = CPU
+) -> LoadResult:
+    """Fill all ``pieces``, owned or not, from the checkpoint in ``directory``; every member of ``group`` calls it.
+
+    The pieces of all members together have to be the whole model. Without ``group`` this process has all of it.
+    ``device`` is where the group's collectives want their tensors. Raises the same on all ranks: CheckpointMismatch,
+    before anything is written, when the pieces of all ranks together are not the tensors of the checkpoint;
+    CheckpointDamaged when a manifest or a needed byte is missing or altered on any rank. After CheckpointDamaged the
+    pieces hold a mixture and must not be used before another load.
+    """
+    began = time.monotonic()
+    loaded: list[Manifest] = []
+
+    def look() -> dict[str, dict[str, object]]:
+        loaded.append(read_manifest(directory))
+        return {name: entry.model_dump(mode="json") for name, entry in tensors_of(pieces).items()}
+
+    model: dict[str, TensorEntry] = {}
+    for tensors in agree(group, device, look):
+        model.update({name: TensorEntry.model_validate(value) for name, value in tensors.items()})
+    (manifest,) = loaded
+    check_model(manifest, model)
+
+    source = DiskSource(directory)
+    try:
+        agree(group, device, lambda: read_pieces(pieces, manifest, source))
+    finally:
+        source.close()
+    needed = sum(p.data.numel() * p.dtype.itemsize for p in pieces)
+    return LoadResult(manifest, needed, source.bytes_read, time.monotonic() - began)
+
+
+def check_model(manifest: Manifest, model: Mapping[str, TensorEntry]) -> None:
+    """Raise CheckpointMismatch, with every difference, unless the checkpoint has exactly the tensors of ``model``."""
+    differences = []
+    for name in sorted(manifest.tensors.keys() | model.keys()):
+        stored, wanted = manifest.tensors.get(name), model.get(name)
+        if stored is None:
+            differences.append(f"{name}: not in the checkpoint")
+        elif wanted is None:
+            differences.append(f"{name}: in the checkpoint, not in the model")
+        elif stored.shape != wanted.shape:
+            differences.append(f"{name}: shape {stored.shape} in the checkpoint, {wanted.shape} in the model")
+        elif stored.dtype != wanted.dtype:
+            differences.append(f"{name}: dtype {stored.dtype} in the checkpoint, {wanted.dtype} in the model")
+    if differences:
+        raise CheckpointMismatch(differences)
+
+
+@torch.no_grad()
+def read_pieces(pieces: Sequence[Piece], manifest: Manifest, source: Source) -> None:
+    """Fill the pieces from ``source``: of each stored box the part that a piece shares with it.
+
+    The pieces' names, shapes and dtypes have to be those of the manifest. Every file is looked at before a byte is
+    written. Raises CheckpointDamaged.
+    """
+    stored = manifest.boxes_by_tensor()
+    reader = Reader(source, manifest.files)
+    parts = []
+    for piece in pieces:
+        found: list[Box] = []
+        for file, entry in stored[piece.name]:
+            common = entry.box.intersect(piece.box)
+            if common is not None:
+                found.append(common.relative_to(piece.box))
+                parts.append((file, entry, common.relative_to(entry.box), piece.data.detach()[found[-1].slices]))
+        gap = first_gap(piece.box.size, found)
+        if gap is not None:
+            missing = gap.shifted(piece.box.offset)
+            raise CheckpointDamaged(source.describe(MANIFEST), f"no stored box has {piece.name} {missing}")
+    for file in {file for file, *_ in parts}:
+        reader.check_size(file)
+    for file, entry, part, target in sorted(parts, key=lambda p: (p[0], p[1].start)):
+        reader.read(file, entry, part, target)

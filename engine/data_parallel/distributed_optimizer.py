@@ -1,0 +1,166 @@
+"""AdamW whose state is shared out over the data-parallel group (ZeRO-1, Rajbhandari et al. 2020, arXiv:1910.02054).
+
+Each rank holds fp32 master weights and both moments for its shard of every bucket, updates them with the summed
+gradients, and the replicas gather the updated parameters. In an fp32 model the shard of the parameter buffer itself is
+the master. One small collective over all ranks carries the gradient norm and whatever the loop wants to be summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.checkpoint.pieces import Piece, flat_pieces
+from engine.data_parallel.adamw import adamw_
+from engine.data_parallel.buckets import Bucket, ParameterBuckets, Slot
+from engine.groups import Groups
+from engine.planning.config import TrainConfig
+
+_NORM_CHUNK = 1 << 22
+"""Elements that are squared in float64 at a time: bounds the memory that takes to 32 MiB."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Shard:
+    """This rank's part of one bucket: all tensors [n] fp32; ranges count from the start of the shard.
+
+    ``counted``: elements that this rank, and no other, adds to the global norm and saves.
+    """
+
+    bucket: Bucket
+    master: Tensor
+    gradient: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    decayed: tuple[slice, ...]
+    counted: tuple[slice, ...]
+
+
+class DistributedOptimizer:
+    """ZeRO-1 AdamW over ``buckets``, with global-norm clipping; settings from ``train``."""
+
+    def __init__(self, buckets: ParameterBuckets, groups: Groups, train: TrainConfig) -> None:
+        self._buckets = buckets
+        self._groups = groups
+        self._train = train
+        self._shards = [self._shard(bucket) for bucket in buckets.buckets]
+        self.step_count = 0
+
+    @torch.no_grad()
+    def step(self, lr: float, extras: Tensor | None = None) -> tuple[float, Tensor]:
+        """Update the parameters from the gradients that ``ParameterBuckets.finish`` left, then zero the gradients.
+
+        ``extras`` [k] is summed over all ranks in the same collective. Returns the global gradient norm before clipping
+        and the summed extras (float64, on the CPU). Raises FloatingPointError, with weights and moments untouched on
+        every rank, when the norm is not finite.
+        """
+        sums = self._squared_norm()
+        if extras is not None:
+            sums = torch.cat([sums, extras.to(sums)])
+        self._groups.world.all_reduce(sums).wait()
+        sums = sums.cpu()
+        norm = math.sqrt(sums[0].item())
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm of step {self.step_count + 1} is {norm}")
+        self.step_count += 1
+        clip = self._train.clip_grad
+        for shard in self._shards:
+            if norm > clip > 0:
+                shard.gradient.mul_(clip / (norm + 1e-6))
+            adamw_(
+                shard.master,
+                shard.gradient,
+                shard.exp_avg,
+                shard.exp_avg_sq,
+                train=self._train,
+                lr=lr,
+                step=self.step_count,
+                decayed=shard.decayed,
+            )
+        self._refresh_parameters()
+        return norm, sums[1:]
+
+    def pieces(self) -> list[Piece]:
+        """This rank's weights and moments as boxes of the global tensors; loading writes into their ``data``.
+
+        Weights are the fp32 masters whatever the precision of the model.
+        """
+        return [piece for shard in self._shards for slot in shard.bucket.slots for piece in self._pieces(shard, slot)]
+
+    @torch.no_grad()
+    def after_load(self, step: int) -> None:
+        """Go on after ``step`` updates: make the parameters of all replicas those of the pieces just written."""
+        self.step_count = step
+        self._refresh_parameters()
+
+    def _refresh_parameters(self) -> None:
+        for shard in self._shards:
+            mine = shard.bucket.parameters[shard.bucket.shard]
+            if mine.data_ptr() != shard.master.data_ptr():
+                mine.copy_(shard.master)
+        gathering = self._buckets.gather_parameters()
+        self._buckets.zero_gradients()
+        for pending in gathering:
+            pending.wait()
+
+    def _shard(self, bucket: Bucket) -> _Shard:
+        mine = bucket.parameters[bucket.shard].detach()
+        return _Shard(
+            bucket=bucket,
+            master=mine if mine.dtype == torch.float32 else mine.float(),
+            gradient=bucket.gradients[bucket.shard],
+            exp_avg=torch.zeros_like(mine, dtype=torch.float32),
+            exp_avg_sq=torch.zeros_like(mine, dtype=torch.float32),
+            decayed=_ranges(bucket, lambda slot: slot.spec.decay),
+            counted=_ranges(bucket, self._is_counted),
+        )
+
+    def _is_counted(self, slot: Slot) -> bool:
+        """Whether norms and saves take this rank's copy of the parameter."""
+        return slot.spec.owned and not (slot.spec.tp_replicated and self._groups.at.tp > 0)
+
+    def _squared_norm(self) -> Tensor:
+        """Sum of squares of this rank's counted gradients [1]; in float64 it hardly depends on the layout."""
+        total = torch.zeros(1, dtype=torch.float64, device=self._shards[0].gradient.device)
+        for shard in self._shards:
+            for part in shard.counted:
+                for chunk in torch.split(shard.gradient[part], _NORM_CHUNK):
+                    total += chunk.double().square_().sum()
+        return total
+
+    def _pieces(self, shard: _Shard, slot: Slot) -> Iterator[Piece]:
+        part = _overlap(shard.bucket, slot)
+        if part is None:
+            return
+        start = shard.bucket.shard.start + part.start - slot.start
+        for kind, data in (("weight", shard.master), ("exp_avg", shard.exp_avg), ("exp_avg_sq", shard.exp_avg_sq)):
+            yield from flat_pieces(kind, slot.spec, data[part], start, owned=self._is_counted(slot))
+
+
+def _overlap(bucket: Bucket, slot: Slot) -> slice | None:
+    """The elements of the shard that belong to ``slot``, counted from the start of the shard."""
+    start = max(slot.start, bucket.shard.start) - bucket.shard.start
+    stop = min(slot.stop, bucket.shard.stop) - bucket.shard.start
+    return slice(start, stop) if start < stop else None
+
+
+def _ranges(bucket: Bucket, wanted: Callable[[Slot], bool]) -> tuple[slice, ...]:
+    """The parts of the shard whose parameters are ``wanted``; neighbours become one range, with the zeros between."""
+    ranges: list[slice] = []
+    joins = False
+    for slot in bucket.slots:
+        part = _overlap(bucket, slot)
+        if part is None:
+            continue
+        if not wanted(slot):
+            joins = False
+        elif joins:
+            ranges[-1] = slice(ranges[-1].start, part.stop)
+        else:
+            ranges.append(part)
+            joins = True
+    return tuple(ranges)

@@ -1,0 +1,187 @@
+"""The training loop of one rank in one generation.
+
+The global batch and the order of samples are functions of the step alone, never of the layout, so a run that is
+stopped and goes on elsewhere in another layout takes exactly the samples that the undisturbed run takes.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.agent_link import AgentLink
+from engine.checkpoint.catalog import prune
+from engine.checkpoint.load import load_checkpoint
+from engine.checkpoint.save import save_checkpoint
+from engine.data.loader import BatchLoader, CorpusSamples, MicroBatch, SampleLog
+from engine.data_parallel.buckets import ParameterBuckets
+from engine.data_parallel.distributed_optimizer import DistributedOptimizer
+from engine.groups import Groups
+from engine.models.transformer import Stage, initialise
+from engine.pipeline.executor import run_step
+from engine.pipeline.schedules import one_forward_one_backward
+from engine.planning.messages import CheckpointCommitted, RankLaunch
+from engine.planning.schedule import learning_rate
+from engine.precision import model_dtype
+from engine.telemetry import Telemetry
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks agreed on at a step border: whether to stop, and whether to save first."""
+
+    now: bool
+    save: bool
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a generation ended for this rank: ``complete`` when the last step of the run is done and saved."""
+
+    step: int
+    complete: bool
+
+
+class Trainer:
+    """Model, optimizer, data and checkpoints of one rank.
+
+    Building it restores the state that ``launch`` names (or initialises from the seed); ``run`` trains.
+    """
+
+    def __init__(
+        self, launch: RankLaunch, groups: Groups, link: AgentLink, telemetry: Telemetry, device: torch.device
+    ) -> None:
+        self.launch, self.groups, self.link, self.telemetry, self.device = launch, groups, link, telemetry, device
+        run, train = launch.run, launch.run.train
+        self.telemetry.phase("building")
+        self.stage = Stage(run.model, groups, dtype=model_dtype(train.precision), device=device)
+        if launch.restore is None:
+            initialise(self.stage, run.model, train.seed)
+        self.buckets = ParameterBuckets(list(self.stage.parameters()), groups, bucket_size_mb=train.bucket_size_mb)
+        self.optimizer = DistributedOptimizer(self.buckets, groups, train)
+        mine = launch.layout.microbatches_of_replica(groups.at.dp, train.num_microbatches)
+        self.schedule = one_forward_one_backward(groups.at.pp, launch.layout.pp, len(mine))
+        self.loader: BatchLoader | None = None
+        self.sample_log: SampleLog | None = None
+        if groups.is_first_stage or groups.is_last_stage:
+            samples = CorpusSamples(run.data.path, train.sequence_length, vocab_size=run.model.vocab_size)
+            self.loader = BatchLoader(samples, train, launch.layout, groups.at.dp)
+            if train.log_samples and groups.is_first_stage and groups.at.tp == 0:
+                directory = Path(launch.run_directory) / "samples"
+                directory.mkdir(parents=True, exist_ok=True)
+                self.sample_log = SampleLog(directory / f"g{launch.generation:04d}-dp{groups.at.dp:03d}.jsonl")
+        self.telemetry.lap("build")
+        if launch.restore is not None:
+            self.telemetry.phase("restoring")
+            load_checkpoint(
+                self.optimizer.pieces(), Path(launch.restore.directory), self.groups.world, device=self.device
+            )
+            self.optimizer.after_load(launch.restore.step)
+        else:
+            self.optimizer.after_load(0)
+        self.telemetry.lap("restore")
+
+    def run(self) -> Outcome:
+        """Train until the run is complete or all ranks agreed to stop."""
+        train, interval = self.launch.run.train, self.launch.run.checkpoint.save_interval
+        step = self.launch.start_step
+        self.telemetry.phase("stepping")
+        try:
+            while step < train.train_steps:
+                stop = self._step(step)
+                step += 1
+                last = step == train.train_steps
+                if last or step % interval == 0 or stop.save:
+                    self._save(step)
+                if stop.now and not last:
+                    self.telemetry.phase("stopping")
+                    return Outcome(step=step, complete=False)
+            return Outcome(step=step, complete=True)
+        finally:
+            self._close()
+
+    def _step(self, step: int) -> Agreement:
+        """Run step number ``step`` (counted from 0) and report it; returns what the ranks agreed on about stopping."""
+        began = time.monotonic()
+        train = self.launch.run.train
+        read = self.loader.step(step) if self.loader is not None else []
+        batch = [MicroBatch(tokens.to(self.device), targets.to(self.device)) for tokens, targets in read]
+        lr = learning_rate(step, train)
+        tokens = train.global_batch_size * train.sequence_length
+        result = run_step(
+            self.stage,
+            self.schedule,
+            self.groups,
+            batch.__getitem__ if batch else _no_batch,
+            activation_shape=(train.sequence_length, train.micro_batch_size, self.launch.run.model.hidden_size),
+            dtype=model_dtype(train.precision),
+            device=self.device,
+            loss_scale=1.0 / tokens,
+            before_last_backward=self.buckets.arm,
+        )
+        self.buckets.finish()
+        # One collective carries the gradient norm, the loss and the wish to stop: every rank then knows the same.
+        asked = self.link.stop_requested
+        extras = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if self.groups.is_last_stage and self.groups.at.tp == 0:
+            extras[0] = result.loss_sum.double()
+        extras[1] = float(asked is not None)
+        extras[2] = float(asked is not None and asked.save)
+        grad_norm, summed = self.optimizer.step(lr, extras)
+        loss_sum, stop_now, stop_save = summed.tolist()
+        if self.sample_log is not None:
+            assert self.loader is not None
+            self.sample_log.write(step + 1, self.groups.at.dp, self.loader.sample_ids(step))
+        self.telemetry.completed(
+            step + 1, loss=loss_sum / tokens, grad_norm=grad_norm, lr=lr, step_s=time.monotonic() - began
+        )
+        return Agreement(now=stop_now > 0, save=stop_save > 0)
+
+    def _save(self, step: int) -> None:
+        """Save the state after ``step`` completed steps and tell the agent."""
+        launch = self.launch
+        began = time.monotonic()
+        self.telemetry.phase("saving")
+        saved = save_checkpoint(
+            self.optimizer.pieces(),
+            Path(launch.run_directory) / "checkpoints",
+            self.groups.world,
+            job=launch.job,
+            generation=launch.generation,
+            step=step,
+            run=launch.run,
+            layout=launch.layout,
+            device=self.device,
+        )
+        seconds = time.monotonic() - began
+        if launch.rank == 0:
+            self.link.send(
+                CheckpointCommitted(
+                    step=step,
+                    generation=launch.generation,
+                    directory=str(saved.directory),
+                    num_bytes=saved.num_bytes,
+                    seconds=seconds,
+                )
+            )
+            prune(
+                Path(launch.run_directory) / "checkpoints",
+                keep=launch.run.checkpoint.keep,
+                history=launch.history,
+                protected_steps=(launch.start_step,),
+            )
+        self.telemetry.phase("stepping")
+
+    def _close(self) -> None:
+        if self.loader is not None:
+            self.loader.close()
+        if self.sample_log is not None:
+            self.sample_log.close()
+
+
+def _no_batch(microbatch: int) -> tuple[None, None]:
+    """What a stage in the middle of the pipeline gets: it needs neither tokens nor targets."""
+    return None, None

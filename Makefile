@@ -33,6 +33,7 @@ $(BIN)/python:
 
 # The stamps are newer than pyproject.toml once everything that it names is installed, so a repeat costs nothing.
 $(RUNTIME): pyproject.toml | $(BIN)/python
+	@echo 'installing the runtime into $(VENV); this takes a minute or two the first time'
 	$(PIP) --editable .
 	@touch $@
 

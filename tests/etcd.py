@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,3 +37,9 @@ def breakable_etcd(tmp_path: Path) -> Iterator[PrivateEtcd]:
 def store_settings(private_etcd: PrivateEtcd) -> StoreSettings:
     """Settings for the session's etcd with a root that nobody else uses."""
     return StoreSettings(endpoints=(private_etcd.endpoint,), root=f"/test-{uuid.uuid4().hex[:12]}")
+
+
+def freeze(process: subprocess.Popen[bytes]) -> None:
+    """SIGSTOP, and wait until every thread has stopped; ``process.send_signal(signal.SIGCONT)`` thaws it."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)

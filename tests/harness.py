@@ -89,6 +89,9 @@ def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout_s: float =
     return [results[rank] for rank in range(world)]
 
 
-def groups_of(layout: Layout, rank: int, store: Store, timeout_s: float = 60.0) -> Groups:
-    """The groups of ``layout`` on gloo over loopback, for use inside ``run_ranks``."""
-    return build_groups(layout, rank, store, torch.device("cpu"), bind_address="127.0.0.1", timeout_s=timeout_s)
+def groups_of(
+    layout: Layout, rank: int, store: Store, timeout_s: float = 60.0, device: torch.device | None = None
+) -> Groups:
+    """The groups of ``layout`` (on gloo over loopback unless ``device`` is a GPU), for use inside ``run_ranks``."""
+    device = device or torch.device("cpu")
+    return build_groups(layout, rank, store, device, bind_address="127.0.0.1", timeout_s=timeout_s)

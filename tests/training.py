@@ -58,8 +58,9 @@ def launch_of(
     generation: int = 1,
     restore: RestorePoint | None = None,
     history: tuple[GenerationStart, ...] = (),
+    device: str = "cpu",
 ) -> RankLaunch:
-    """What an agent would tell this rank."""
+    """What an agent would tell this rank. With ``device`` "cuda" rank i computes on device i."""
     start = GenerationStart(generation=generation, start_step=restore.step if restore else 0)
     return RankLaunch(
         job="test",
@@ -67,7 +68,7 @@ def launch_of(
         rank=rank,
         layout=layout,
         run=config,
-        device="cpu",
+        device=device if device == "cpu" else f"{device}:{rank}",
         meeting=Meeting(host="127.0.0.1", port=1, prefix="unused"),
         restore=restore,
         history=(*history, start),
@@ -80,7 +81,7 @@ def launch_of(
 def _rank(rank: int, store: Store, config: RunConfig, layout: Layout, kwargs: dict[str, Any]) -> int:
     launch = launch_of(config, layout, rank, **kwargs)
     link = AgentLink.connect(launch)
-    telemetry = Telemetry(launch, link, torch.device("cpu"))
+    telemetry = Telemetry(launch, link, torch.device(launch.device))
     return run(launch, store, link, telemetry).step
 
 

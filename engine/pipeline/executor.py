@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+
+# A backward from a given gradient imports it (and sympy) at its first call: here it is there before ranks are forked.
+import torch.fx.experimental.symbolic_shapes
 from torch import Tensor, nn
 
 from engine.groups import Group, Groups, Pending

@@ -1,8 +1,8 @@
 """A whole cluster on this machine: etcd, the controller and node agents as processes of their own on loopback.
 
 Each process is started by this one's main thread and killed by the kernel when this process ends, however that
-happens; what an agent starts ends with the agent. ``stop`` ends everything in order: agents (their ranks with them),
-controller, etcd. No process is ever looked for by name.
+happens; what an agent starts ends with the agent. ``stop`` ends everything in order. No process is ever looked for by
+name.
 """
 
 from __future__ import annotations
@@ -173,7 +173,13 @@ class LocalCluster:
         return [name for name, agent in self._agents.items() if agent.ended_with() is not None]
 
     def stop(self) -> None:
-        """End all that was started: agents side by side, then the controller, then etcd. May be called at any time."""
+        """End all that was started: the controller, the agents side by side, then etcd. May be called at any time.
+
+        The controller goes first, so that it does not take the agents' ends for faults.
+        """
+        if self._controller is not None and self._controller.process is not None:
+            terminate(self._controller.process, _CONTROLLER_GRACE_S)
+            self._controller = None
         agents = [agent.process for agent in self._agents.values() if agent.process is not None]
         threads = [threading.Thread(target=terminate, args=(process, _AGENT_GRACE_S)) for process in agents]
         for thread in threads:
@@ -181,9 +187,6 @@ class LocalCluster:
         for thread in threads:
             thread.join()
         self._agents.clear()
-        if self._controller is not None and self._controller.process is not None:
-            terminate(self._controller.process, _CONTROLLER_GRACE_S)
-            self._controller = None
         self._etcd.stop()
         if self._lock is not None:
             os.close(self._lock)

@@ -171,7 +171,7 @@ class RankExit(Message):
     step: int = 0
     at: float
     log_tail: str = ""
-    cause: str = Field(default="", description="the same in words, nothing guessed: 'killed by signal 9, cause unknown'")
+    cause: str = Field(default="", description="in words, nothing guessed: 'killed by signal 9, cause unknown'")
 
     @property
     def is_fault(self) -> bool:

@@ -15,6 +15,7 @@ from engine.checkpoint.manifest import read_manifest
 from engine.checkpoint.pieces import Piece
 from engine.checkpoint.save import save_checkpoint
 from engine.planning.layout import Layout
+from engine.precision import configure_device
 from engine.telemetry import Telemetry
 from engine.train import Trainer
 from tests.harness import groups_of, run_ranks
@@ -45,12 +46,14 @@ def whole_state(directory: str) -> dict[str, np.ndarray]:
     return {piece.name: piece.data.numpy() for piece in pieces}
 
 
-def _resave(rank, store, config, layout, restore, generation):
-    """Load ``restore`` in ``layout`` and save it again; return the norms that every rank holds after loading."""
-    launch = launch_of(config, layout, rank, generation=generation, restore=restore)
-    groups = groups_of(layout, rank, store)
+def resave(rank, store, config, layout, restore, generation, device="cpu"):
+    """Load ``restore`` in ``layout`` and save it again as ``generation``."""
+    launch = launch_of(config, layout, rank, generation=generation, restore=restore, device=device)
+    where = torch.device(launch.device)
+    configure_device(where, 1)
+    groups = groups_of(layout, rank, store, device=where)
     link = AgentLink.connect(launch)
-    trainer = Trainer(launch, groups, link, Telemetry(launch, link, torch.device("cpu")), torch.device("cpu"))
+    trainer = Trainer(launch, groups, link, Telemetry(launch, link, where), where)
     save_checkpoint(
         trainer.optimizer.pieces(),
         Path(launch.run_directory) / "checkpoints",
@@ -60,6 +63,7 @@ def _resave(rank, store, config, layout, restore, generation):
         step=restore.step,
         run=config,
         layout=layout,
+        device=where,
     )
 
 
@@ -78,14 +82,14 @@ def test_every_pair_of_layouts_is_bit_equal_and_there_and_back_gives_the_same(co
         assert all(np.isfinite(values).all() for values in original.values())
         assert all(np.any(values) for name, values in original.items() if name.startswith("exp_avg/"))
         for number, target in enumerate(LAYOUTS):
-            run_ranks(target.world_size, _resave, config, target, point, 100 + number)
+            run_ranks(target.world_size, resave, config, target, point, 100 + number)
             moved = newest_checkpoint(config, 3, 100 + number)
             there = whole_state(moved.directory)
             assert there.keys() == original.keys()
             for name, values in original.items():
                 assert np.array_equal(values.view(np.int32), there[name].view(np.int32)), (source, target, name)
         # A -> B -> A: the last target goes back to the source.
-        run_ranks(source.world_size, _resave, config, source, moved, 200)
+        run_ranks(source.world_size, resave, config, source, moved, 200)
         back = whole_state(newest_checkpoint(config, 3, 200).directory)
         assert all(
             np.array_equal(values.view(np.int32), back[name].view(np.int32)) for name, values in original.items()

@@ -16,6 +16,7 @@ from everstep.protocol.ports import free_port
 from everstep.protocol.processes import spawn, terminate
 from everstep.protocol.store import Change, Snapshot, Store, StoreSettings, StoreUnavailable
 from tests.coroutines import in_event_loop, until
+from tests.etcd import freeze
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ async def test_members_are_lost(members: dict[str, subprocess.Popen[bytes]]) -> 
         await put(f"/a/{i:03d}")
         if i == 20:
             # Its connections stand; that nothing comes any more is noticed long before pings would tell (9 s).
-            members[leader].send_signal(signal.SIGSTOP)
+            freeze(members[leader])
     await until(lambda: len(told) >= 40, 6.0)
     members[leader].send_signal(signal.SIGCONT)
     leader = await leader_of(endpoints)
@@ -111,7 +112,7 @@ async def test_members_are_lost(members: dict[str, subprocess.Popen[bytes]]) -> 
     assert not lost.done()
 
     # With a second one frozen nobody has a majority: no answer, and no wrong one.
-    members[follower].send_signal(signal.SIGSTOP)
+    freeze(members[follower])
     with pytest.raises(StoreUnavailable):
         for _ in range(3):
             await writer.get("/a/first")

@@ -14,6 +14,7 @@ from etcd3aio._protobuf import CompactionRequest
 from everstep.protocol.etcd_server import PrivateEtcd
 from everstep.protocol.store import Change, Put, Snapshot, Store, StoreSettings, StoreUnavailable
 from tests.coroutines import in_event_loop, until
+from tests.etcd import freeze
 from tests.tcp_proxy import TcpProxy
 
 
@@ -126,7 +127,7 @@ async def test_frozen_etcd_and_thawed(breakable_etcd: PrivateEtcd) -> None:
     store = await Store.connect(StoreSettings((breakable_etcd.endpoint,), call_timeout_s=0.5))
     async with following(breakable_etcd.endpoint, "/a/") as follower:
         await store.put("/a/before", b"x")
-        breakable_etcd.process.send_signal(signal.SIGSTOP)
+        freeze(breakable_etcd.process)
         await asyncio.sleep(2.5)
         breakable_etcd.process.send_signal(signal.SIGCONT)
         await put_for_certain(store, "/a/after", b"x")

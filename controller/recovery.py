@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from controller.detect.faults import rank_faults
 from controller.view import ClusterView, Job
 
 START_PHASES = ("start", "meet", "build", "restore", "first_step")
@@ -40,7 +41,8 @@ def first_step_done_at(view: ClusterView, job: Job) -> float | None:
 def recovered_data(view: ClusterView, job: Job) -> dict[str, Any]:
     """Figures of the event "recovered": kind, seconds in all and by phase, steps lost, old and new layout.
 
-    ``stop`` is the time agents took to end the old ranks; start-up phases are those of the rank that took longest in
+    ``faults`` names every rank of the old generation that ended by a fault of its own; the decision was made at the
+    first, others may have been heard of since. ``stop`` is the time agents took to end the old ranks; start-up phases are those of the rank that took longest in
     all; ``other`` is what no phase accounts for (messages on their way, waiting for devices). Agents' clocks are taken
     as they are.
     """
@@ -73,6 +75,7 @@ def recovered_data(view: ClusterView, job: Job) -> dict[str, Any]:
     split |= slowest
     seconds = max(0.0, done_at - at)
     split["other"] = max(0.0, seconds - sum(split.values()))
+    faults = rank_faults(job.outcomes.get(old_generation, {}))
     known_step = max(int(incident["known_step"]), view.progress(job, old_generation))
     return {
         "kind": incident["kind"],
@@ -88,4 +91,5 @@ def recovered_data(view: ClusterView, job: Job) -> dict[str, Any]:
         "old_layout": incident["old_layout"],
         "new_layout": str(job.plan.layout),
         "message": incident["message"],
+        "faults": [fault.describe() for fault in faults if not fault.is_echo],
     }

@@ -13,6 +13,7 @@ import torch
 
 from engine.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
 from engine.groups import CollectiveError
+from engine.planning.corpus import CorpusError
 from engine.planning.messages import Failure, FailureCategory
 
 _USER_ERRORS = (CheckpointMismatch, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
@@ -22,12 +23,14 @@ def categorise(error: BaseException, *, stepped: bool) -> FailureCategory:
     """The category of ``error``. ``stepped``: this generation had completed a step before.
 
     Settings, paths and code of the job are known to work once a step has completed; before that, an error of those
-    kinds would come back on every node.
+    kinds would come back on every node. What is wrong in the corpus comes back at the same step, whenever that is.
     """
     if isinstance(error, CollectiveError):
         return "collective"
     if isinstance(error, CheckpointDamaged):
         return "checkpoint"
+    if isinstance(error, CorpusError):
+        return "user"
     if isinstance(error, FloatingPointError):
         return "numerics"
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):

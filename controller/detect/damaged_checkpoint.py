@@ -18,7 +18,7 @@ def damaged_checkpoint(view: ClusterView, job: Job, now: float, patience: Patien
     if job.plan is None or job.plan.restore is None:
         return []
     directory = job.plan.restore.directory
-    for fault in rank_faults(job):
+    for fault in rank_faults(job.outcomes_now()):
         failure = fault.exit.failure
         if failure is None or failure.category != "checkpoint":
             continue

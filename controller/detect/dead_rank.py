@@ -16,7 +16,7 @@ def dead_rank(view: ClusterView, job: Job, now: float, patience: Patience) -> li
     """
     if job.plan is None:
         return []
-    faults = rank_faults(job)
+    faults = rank_faults(job.outcomes_now())
     if not faults:
         return _ended_early(job, now)
     culprits = [fault for fault in faults if not fault.is_echo]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from controller.view import Job
+from controller.view import Seen
 from engine.planning.messages import EXIT_AGENT_SILENT
-from everstep.protocol.messages import RankExit
+from everstep.protocol.messages import NodeOutcome, RankExit
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,9 @@ class RankFault:
         return f"{where}: exit code {end.exit_code}"
 
 
-def rank_faults(job: Job) -> list[RankFault]:
-    """Faults of the current generation, earliest first."""
+def rank_faults(outcomes: Mapping[str, Seen[NodeOutcome]]) -> list[RankFault]:
+    """Faults among the outcomes of one generation (by node), earliest first."""
     faults = [
-        RankFault(node, end, seen.at)
-        for node, seen in job.outcomes_now().items()
-        for end in seen.value.exits
-        if end.is_fault
+        RankFault(node, end, seen.at) for node, seen in outcomes.items() for end in seen.value.exits if end.is_fault
     ]
     return sorted(faults, key=lambda fault: (fault.exit.at, fault.exit.rank))

@@ -12,7 +12,7 @@ def user_error(view: ClusterView, job: Job, now: float, patience: Patience) -> l
     """The first rank whose exception record says that the user's input is wrong."""
     if job.plan is None:
         return []
-    for fault in rank_faults(job):
+    for fault in rank_faults(job.outcomes_now()):
         failure = fault.exit.failure
         if failure is not None and failure.category == "user":
             return [

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.data.indexed import IndexedCorpus
 from engine.data.order import samples_of_step
 from engine.planning.config import TrainConfig
+from engine.planning.corpus import CorpusError
 from engine.planning.layout import Layout
 
 
@@ -39,13 +40,13 @@ class CorpusSamples:
         self.num_samples = self._corpus.summary.num_samples(sequence_length)
 
     def read(self, samples: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The tokens [n, seq + 1] of ``samples`` [n]. Raises ValueError when an id is outside the vocabulary."""
+        """The tokens [n, seq + 1] of ``samples`` [n]. Raises CorpusError when an id is outside the vocabulary."""
         offsets = samples[:, None] * self.sequence_length + np.arange(self.sequence_length + 1)
         tokens: npt.NDArray[np.int64] = self._corpus.tokens[offsets].astype(np.int64)
         bad = (tokens < 0) | (tokens >= self.vocab_size)
         if bad.any():
             row, column = np.argwhere(bad)[0]
-            raise ValueError(
+            raise CorpusError(
                 f"data.path: sample {samples[row]} of {self._corpus.path} has token id {tokens[row, column]}, "
                 f"model.vocab_size is {self.vocab_size}"
             )

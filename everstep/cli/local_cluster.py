@@ -85,7 +85,8 @@ class LocalCluster:
     def __init__(self, settings: ClusterSettings, on_progress: Callable[[str], None] = lambda name: None) -> None:
         self.settings = settings
         self._on_progress = on_progress
-        self._etcd = PrivateEtcd(settings.state / "etcd")
+        self.etcd = PrivateEtcd(settings.state / "etcd")
+        """The cluster's own etcd; may be stopped and started again on its data."""
         self._controller: _Member | None = None
         self._agents: dict[str, _Member] = {}
         self._lock: int | None = None
@@ -100,7 +101,7 @@ class LocalCluster:
     @property
     def etcd_endpoint(self) -> str:
         """Where etcd listens, HOST:PORT."""
-        return self._etcd.endpoint
+        return self.etcd.endpoint
 
     @property
     def node_names(self) -> tuple[str, ...]:
@@ -112,7 +113,7 @@ class LocalCluster:
         """Pids of what runs now, by name."""
         members = [self._controller, *self._agents.values()]
         running = {m.name: m.process.pid for m in members if m is not None and m.process and m.ended_with() is None}
-        return {"etcd": self._etcd.pid, **running} if self._lock is not None else running
+        return {"etcd": self.etcd.pid, **running} if self._lock is not None else running
 
     @property
     def log_directory(self) -> Path:
@@ -131,11 +132,11 @@ class LocalCluster:
         self._take_state_directory()
         self._write_token()
         try:
-            self._etcd.start()
+            self.etcd.start()
         except EtcdStartError as error:
             raise OperationFailed(str(error)) from None
         self._on_progress("etcd")
-        self._controller = self._controller_member()
+        self._controller = self._controller_member(self.settings.port)
         self._controller.spawn()
         for name in self.node_names:
             self._spawn_agent(name)
@@ -150,21 +151,24 @@ class LocalCluster:
 
     def kill_node(self, name: str) -> float:
         """SIGKILL the agent of a node, from outside; returns the wall-clock time of the kill."""
-        process = self._agents[name].process
-        assert process is not None and process.poll() is None, f"{name} does not run"
-        handle = os.pidfd_open(process.pid)  # not reaped yet, so the pid is its own
-        try:
-            at = time.time()
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-        finally:
-            os.close(handle)
-        process.wait()
-        return at
+        return _kill(self._agents[name])
+
+    def kill_controller(self) -> float:
+        """SIGKILL the controller, from outside; returns the wall-clock time of the kill."""
+        assert self._controller is not None
+        return _kill(self._controller)
+
+    def start_controller(self) -> None:
+        """Start the controller again, at the address it had; returns when it serves."""
+        assert self._controller is not None and self._controller.ended_with() is not None, "the controller runs"
+        self._controller = self._controller_member(port=int(self.url.rpartition(":")[2]))
+        self._controller.spawn()
+        self._wait_ready([self._controller])
 
     def check(self) -> None:
         """Raise OperationFailed when etcd or the controller has ended by itself."""
-        if self._etcd.process.poll() is not None:
-            raise OperationFailed(f"etcd ended with code {self._etcd.process.poll()}; its log: {self._etcd.log_path}")
+        if self.etcd.process.poll() is not None:
+            raise OperationFailed(f"etcd ended with code {self.etcd.process.poll()}; its log: {self.etcd.log_path}")
         if self._controller is not None and self._controller.ended_with() is not None:
             raise self._controller.failure(f"ended with code {self._controller.ended_with()}")
 
@@ -187,7 +191,7 @@ class LocalCluster:
         for thread in threads:
             thread.join()
         self._agents.clear()
-        self._etcd.stop()
+        self.etcd.stop()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -223,7 +227,7 @@ class LocalCluster:
         ready = self.settings.state / "ready" / name
         ready.parent.mkdir(exist_ok=True)
         common: dict[str, object] = {
-            "--etcd": self._etcd.endpoint,
+            "--etcd": self.etcd.endpoint,
             "--root": self.settings.root,
             "--host": _HOST,
             "--token-file": self._token_file,
@@ -233,8 +237,8 @@ class LocalCluster:
         arguments = [str(part) for pair in (common | options).items() for part in pair]
         return _Member(name, module_command(module, *arguments), ready, self.log_directory / f"{name}.log")
 
-    def _controller_member(self) -> _Member:
-        options: dict[str, object] = {"--port": self.settings.port, "--data-root": self.settings.data_root}
+    def _controller_member(self, port: int) -> _Member:
+        options: dict[str, object] = {"--port": port, "--data-root": self.settings.data_root}
         if self.settings.settle_s is not None:
             options["--settle-s"] = self.settings.settle_s
         return self._member("controller", "controller", options)
@@ -263,6 +267,20 @@ class LocalCluster:
                 raise waiting[0].failure(f"was not ready within {_READY_TIMEOUT_S:.0f} s")
             if waiting:
                 time.sleep(_READY_POLL_S)
+
+
+def _kill(member: _Member) -> float:
+    """SIGKILL one process of the cluster; returns the wall-clock time of the kill."""
+    process = member.process
+    assert process is not None and process.poll() is None, f"{member.name} does not run"
+    handle = os.pidfd_open(process.pid)  # not reaped yet, so the pid is its own
+    try:
+        at = time.time()
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+    finally:
+        os.close(handle)
+    process.wait()
+    return at
 
 
 def _environment() -> dict[str, str]:

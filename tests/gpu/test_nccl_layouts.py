@@ -64,7 +64,9 @@ def test_losses_follow_one_gpu(layout, precision, bound, tied, corpus, single, t
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_state_moves_between_layouts_bit_by_bit(precision, corpus, tmp_path):
     """Save in one layout, load and save at once in the next, round the circle and back to the first."""
-    config = tiny_run(corpus, tmp_path, model=MODEL, precision=precision, **{**SETTINGS, "train_steps": 3, "warmup_steps": 1})
+    config = tiny_run(
+        corpus, tmp_path, model=MODEL, precision=precision, **{**SETTINGS, "train_steps": 3, "warmup_steps": 1}
+    )
     train(config, Layout(), device="cuda")
     point = newest_checkpoint(config, 3)
     original = whole_state(point.directory)

@@ -8,7 +8,7 @@ from typing import Any
 from controller import decide
 from controller.decide import Decision, Policy
 from controller.detect import Incident, Suspicion, detect
-from controller.recovery import first_step_done_at, known_incident, recovered_data
+from controller.recovery import evidence, first_step_done_at, known_incident, recovered_data
 from controller.view import ClusterView, Job
 from engine.planning.messages import GenerationStart, Meeting
 from everstep.protocol.messages import Event, JobState, JobStatus, Plan
@@ -83,7 +83,13 @@ def _answer(view: ClusterView, job: Job, incident: Incident, now: float, policy:
         job=job.id,
         generation=incident.generation,
         message=f"{incident.kind.replace('_', ' ')}: {incident.message}",
-        data={**figures, "step": view.step_of(job), "decision": decision.kind, "options": decision.options_data()},
+        data={
+            **figures,
+            "step": view.step_of(job),
+            "evidence": evidence(job, incident.ranks),
+            "decision": decision.kind,
+            "options": decision.options_data(),
+        },
     )
     if decision.kind == "fail":
         return _end(view, job, JobState.FAILED, decision.reason, now, told)

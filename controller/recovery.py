@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from controller.detect.faults import rank_faults
@@ -25,6 +26,23 @@ def known_incident(view: ClusterView, job: Job, **figures: Any) -> dict[str, Any
     }
 
 
+def evidence(job: Job, ranks: Collection[int]) -> list[dict[str, Any]]:
+    """What is known of how ``ranks`` of the current generation ended: cause, exit code or signal, last log lines."""
+    return [
+        {
+            "rank": fault.exit.rank,
+            "node": fault.node,
+            "step": fault.exit.step,
+            "cause": fault.exit.cause,
+            "exit_code": fault.exit.exit_code,
+            "signal": fault.exit.signal,
+            "log_tail": fault.exit.log_tail,
+        }
+        for fault in rank_faults(job.outcomes_now())
+        if fault.exit.rank in ranks
+    ]
+
+
 def first_step_done_at(view: ClusterView, job: Job) -> float | None:
     """When the current generation completed its first step; None when it has not yet.
 
@@ -42,9 +60,9 @@ def recovered_data(view: ClusterView, job: Job) -> dict[str, Any]:
     """Figures of the event "recovered": kind, seconds in all and by phase, steps lost, old and new layout.
 
     ``faults`` names every rank of the old generation that ended by a fault of its own; the decision was made at the
-    first, others may have been heard of since. ``stop`` is the time agents took to end the old ranks; start-up phases are those of the rank that took longest in
-    all; ``other`` is what no phase accounts for (messages on their way, waiting for devices). Agents' clocks are taken
-    as they are.
+    first, others may have been heard of since. ``stop`` is the time agents took to end the old ranks; start-up phases
+    are those of the rank that took longest in all; ``other`` is what no phase accounts for (messages on their way,
+    waiting for devices). Agents' clocks are taken as they are.
     """
     assert job.plan is not None and job.status is not None and job.status.incident is not None
     incident = job.status.incident

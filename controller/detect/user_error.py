@@ -22,7 +22,8 @@ def user_error(view: ClusterView, job: Job, now: float, patience: Patience) -> l
                     generation=job.plan.generation,
                     at=min(fault.exit.at, fault.seen_at),
                     seen_at=fault.seen_at,
-                    message=f"{failure.error}: {failure.message}",
+                    message=f"rank {failure.rank} after {fault.exit.step} steps: {failure.error}: {failure.message}",
+                    ranks=(failure.rank,),
                 )
             ]
     return []

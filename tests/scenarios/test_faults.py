@@ -54,7 +54,7 @@ def test_two_ranks_that_die_together_are_both_named(cluster):
 
 def test_a_killed_agent_leaves_nothing_and_its_node_is_taken_back(cluster, twin):
     """SIGKILL of the agent, not of its ranks: they end with it, the rest goes on, the node's return grows the job."""
-    job = cluster.submit(cluster.spec("agent", train_steps=300))
+    job = cluster.submit(cluster.spec("agent", train_steps=300, global_batch_size=12))
     before = cluster.at_step(job, 34)
     victim = before.plan.placements[1]
     processes = tree(cluster.local.pids[victim.node])
@@ -72,7 +72,7 @@ def test_a_killed_agent_leaves_nothing_and_its_node_is_taken_back(cluster, twin)
     assert recovered.data["steps_lost"] == 0
     end = cluster.ended(job)
     assert (end.state, end.generation, end.restarts) == (JobState.SUCCEEDED, 3, 1)
-    undisturbed = cluster.submit(cluster.spec("agent-twin", train_steps=300))
+    undisturbed = cluster.submit(cluster.spec("agent-twin", train_steps=300, global_batch_size=12))
     cluster.ended(undisturbed)
     cluster.prove_exact(job, undisturbed)
 

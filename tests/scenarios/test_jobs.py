@@ -86,13 +86,14 @@ def test_a_bad_token_met_at_step_seven_names_the_rank_the_step_and_the_sample(cl
     job = cluster.submit(spec)
     end = cluster.ended(job)
     assert (end.state, end.generation, end.restarts) == (JobState.FAILED, 1, 0)
-    assert f"sample {sample}" in end.reason and "60000" in end.reason and "rank 1" in end.reason
-    assert "step 6" in end.reason  # completed steps when it happened
+    assert f"sample {sample}" in end.reason and "60000" in end.reason and "rank 1 after 6 steps" in end.reason
     assert "rank 0" not in end.reason
+    (told,) = cluster.event(job, "incident").data["evidence"]
+    assert (told["rank"], told["exit_code"], told["signal"], told["step"]) == (1, 10, None, 6)
 
 
 BAD = {
-    "unknown field": (lambda spec: spec["train"].update(learning_rate=1), "train.learning_rate", "Extra inputs"),
+    "unknown field": (lambda spec: spec["train"].update(learning_rate=1), "train.learning_rate", "unknown field"),
     "heads": (lambda spec: spec["model"].update(hidden_size=66), "model", "not divisible"),
     "missing data": (lambda spec: spec["data"].update(path="nowhere"), "data.path", "does not exist"),
     "outside the root": (lambda spec: spec["data"].update(path="/etc/passwd"), "data.path", ""),

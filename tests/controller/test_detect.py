@@ -141,7 +141,7 @@ def test_a_user_error_blames_no_node() -> None:
     one = job(of_plan=PLAN, outcomes=(outcome(NODES["a"], wrong, exit_of(0, category="collective", at=99.0)),))
     found = incident(look(view(NODES, one), one))
     assert (found.kind, found.nodes) == ("user_error", ())
-    assert found.message == "rank 1 after 12 steps: ModuleNotFoundError: No module named 'nope'"
+    assert found.message == "rank 1 after 0 steps: ModuleNotFoundError: No module named 'nope'"
 
 
 def test_a_damaged_checkpoint_is_named_not_the_rank() -> None:

@@ -172,7 +172,7 @@ async def test_a_user_error_fails_the_job_at_once(store_settings: StoreSettings,
         )
         await agent.end_ranks(end, all_gone=False)
         detail = await service.reach(job, "FAILED", 1)
-        assert detail["reason"] == "FileNotFoundError: no such file: /nowhere"
+        assert detail["reason"] == "rank 0 after 0 steps: FileNotFoundError: no such file: /nowhere"
         [incident] = await service.events(job, "incident")
         assert incident.data["nodes"] == []
         await until(lambda: service.agents["b"].outcomes)  # nobody goes on

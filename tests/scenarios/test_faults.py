@@ -12,6 +12,9 @@ from tests.scenarios.cluster import alive, kill, pids_of, tree, wait_for
 SETTLED_S = 10.0
 """Generous bound on any recovery here; what it really takes is measured by benchmarks/recovery.py."""
 
+GROWING = {"train_steps": 250, "global_batch_size": 12, "sequence_length": 16}
+"""Twelve micro-batches, so that six ranks are better than four, and a run that lasts until the node is back."""
+
 
 @pytest.fixture(scope="module")
 def twin(cluster):
@@ -54,7 +57,7 @@ def test_two_ranks_that_die_together_are_both_named(cluster):
 
 def test_a_killed_agent_leaves_nothing_and_its_node_is_taken_back(cluster, twin):
     """SIGKILL of the agent, not of its ranks: they end with it, the rest goes on, the node's return grows the job."""
-    job = cluster.submit(cluster.spec("agent", train_steps=300, global_batch_size=12))
+    job = cluster.submit(cluster.spec("agent", **GROWING))
     before = cluster.at_step(job, 34)
     victim = before.plan.placements[1]
     processes = tree(cluster.local.pids[victim.node])
@@ -72,7 +75,7 @@ def test_a_killed_agent_leaves_nothing_and_its_node_is_taken_back(cluster, twin)
     assert recovered.data["steps_lost"] == 0
     end = cluster.ended(job)
     assert (end.state, end.generation, end.restarts) == (JobState.SUCCEEDED, 3, 1)
-    undisturbed = cluster.submit(cluster.spec("agent-twin", train_steps=300, global_batch_size=12))
+    undisturbed = cluster.submit({**cluster.spec("agent-twin", **GROWING), "resources": {"ranks": 1}})
     cluster.ended(undisturbed)
     cluster.prove_exact(job, undisturbed)
 

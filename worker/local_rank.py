@@ -29,6 +29,8 @@ class LocalRank:
     since: float
     pid: int | None = None
     progress: Progress | None = None
+    figures: Progress | None = None
+    """The last line that carried a completed step's figures: they hold while the rank saves or stops."""
     failure: Failure | None = None
     ended: Ended | None = None
     exit: RankExit | None = None
@@ -47,6 +49,8 @@ class LocalRank:
             before = self.progress
             self.progress = message
             self.since = now
+            if message.loss is not None:
+                self.figures = message
             first_step = message.step > self.start_step and (before is None or before.step <= self.start_step)
             return first_step or before is None or before.phase != message.phase
         if isinstance(message, Failure):
@@ -58,7 +62,7 @@ class LocalRank:
     def status(self) -> RankStatus:
         """For the heartbeat."""
         assert self.pid is not None
-        said = self.progress
+        said, figures = self.progress, self.figures
         return RankStatus(
             job=self.job,
             generation=self.generation,
@@ -68,13 +72,13 @@ class LocalRank:
             phase=said.phase if said else "starting",
             step=self.step,
             since=self.since,
-            loss=said.loss if said else None,
-            grad_norm=said.grad_norm if said else None,
-            lr=said.lr if said else None,
-            step_s=said.step_s if said else None,
-            tokens_per_s=said.tokens_per_s if said else None,
-            mfu=said.mfu if said else None,
-            memory_bytes=said.memory_bytes if said else None,
+            loss=figures.loss if figures else None,
+            grad_norm=figures.grad_norm if figures else None,
+            lr=figures.lr if figures else None,
+            step_s=figures.step_s if figures else None,
+            tokens_per_s=figures.tokens_per_s if figures else None,
+            mfu=figures.mfu if figures else None,
+            memory_bytes=figures.memory_bytes if figures else None,
             timings=said.timings if said else {},
         )
 

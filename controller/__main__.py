@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -23,7 +24,8 @@ from controller.detect import Patience
 from controller.service import Controller, Settings
 from everstep.protocol.keys import Keys
 from everstep.protocol.link import read_token
-from everstep.protocol.store import Store, StoreSettings
+from everstep.protocol.store import Store, StoreError, StoreSettings
+from everstep.protocol.store_options import add_store_options, store_settings_of
 
 CALL_TIMEOUT_S = 1.5
 
@@ -49,8 +51,7 @@ class Server(uvicorn.Server):
 def parse_args(arguments: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m controller", description="Everstep's controller.")
-    parser.add_argument("--etcd", required=True, metavar="HOST:PORT[,HOST:PORT...]", help="endpoints of etcd")
-    parser.add_argument("--root", default="/everstep", help="prefix of all keys")
+    add_store_options(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at")
     parser.add_argument("--port", type=int, default=8500, help="port to listen at; 0 takes any free one")
     parser.add_argument("--data-root", required=True, type=Path, help="all paths of job specs lie below it")
@@ -78,12 +79,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
     )
 
 
-async def serve(options: argparse.Namespace, settings: Settings, listener: socket.socket) -> None:
+async def serve(
+    options: argparse.Namespace, settings: Settings, store_settings: StoreSettings, listener: socket.socket
+) -> None:
     """Run until SIGTERM or SIGINT; the failure of any part is raised."""
-    store = await Store.connect(
-        StoreSettings(tuple(options.etcd.split(",")), root=options.root, call_timeout_s=CALL_TIMEOUT_S)
-    )
-    controller = Controller(store, Keys(options.root), settings)
+    store = await Store.connect(store_settings)
+    controller = Controller(store, Keys(store_settings.root), settings)
     server = Server(
         uvicorn.Config(create_app(controller), log_level="warning", lifespan="off", ws="none"),
         lambda: tell_ready(options.ready_file, listener),
@@ -111,6 +112,16 @@ def tell_ready(ready_file: Path | None, listener: socket.socket) -> None:
         aside.replace(ready_file)
 
 
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
+
+
+def _texts(error: BaseException) -> list[str]:
+    if isinstance(error, BaseExceptionGroup):
+        return [text for part in error.exceptions for text in _texts(part)]
+    return [str(error)]
+
+
 def main(arguments: list[str]) -> int:
     """Run the controller; returns the exit code."""
     options = parse_args(arguments)
@@ -119,12 +130,21 @@ def main(arguments: list[str]) -> int:
     )
     try:
         settings = settings_of(options)
+        store_settings = store_settings_of(options, call_timeout_s=CALL_TIMEOUT_S)
         listener = socket.create_server((options.host, options.port), backlog=1024)
     except (ValueError, OSError) as error:
         print(f"controller: {error}", file=sys.stderr)
         return 2
-    asyncio.run(serve(options, settings, listener))
-    return 0
+    if settings.api_token is None and not _is_loopback(listener.getsockname()[0]):
+        logging.getLogger(__name__).warning("whoever reaches %s may use the API: no --api-token-file", options.host)
+    refusals: list[str] = []
+    try:
+        asyncio.run(serve(options, settings, store_settings, listener))
+    except* StoreError as refused:
+        refusals = _texts(refused)
+    for refusal in refusals:
+        print(f"controller: etcd refuses: {refusal}", file=sys.stderr)
+    return 1 if refusals else 0
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ def create_app(controller: Controller) -> FastAPI:
     app.add_exception_handler(ProblemError, on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_error)
 
     @app.get("/healthz", tags=["service"])
     async def healthz() -> dict[str, str]:
@@ -65,6 +66,11 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return response(ProblemError(error.status_code, str(error.detail), headers=dict(error.headers or {})))
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Anything else is an error of ours; the server logs its traceback besides."""
+    return response(ProblemError(500, "an error of the controller; its log has the traceback"))
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

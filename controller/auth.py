@@ -8,17 +8,12 @@ from pathlib import Path
 from fastapi import Request
 
 from controller.problem import ProblemError
+from everstep.protocol.secret_file import read_secret
 
 
 def read_api_token(path: Path) -> str:
-    """The token in ``path``; raises ValueError when it is missing or empty."""
-    try:
-        token = path.read_text().strip()
-    except OSError as error:
-        raise ValueError(f"API token file {path}: {error.strerror}") from error
-    if not token:
-        raise ValueError(f"API token file {path} is empty")
-    return token
+    """The token in ``path``; raises ValueError when it is missing, empty, or open to others."""
+    return read_secret(path, "API token file")
 
 
 class BearerAuth:

@@ -93,8 +93,8 @@ class Board:
         if key.startswith(self._keys.jobs):
             job_id, _, rest = key.removeprefix(self._keys.jobs).partition("/")
             self.concern(job_id)
-            job = self.view.jobs[job_id]
-            if not job.active and (rest == "status" or rest.startswith("outcomes/")):
+            job = self.view.jobs.get(job_id)  # None: nothing about it can be read
+            if rest.startswith("outcomes/") or (rest == "status" and job is not None and not job.active):
                 self.concern_all()  # devices may have become free
         elif key.startswith(self._keys.nodes):
             self.concern_all()

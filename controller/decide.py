@@ -41,10 +41,10 @@ class Decision:
     replan: a new generation with ``layout``, ``placements``, ``restore``, meeting at ``meeting_port`` of the node of
     rank 0; wait: until something changes, at the
     latest ``until``; drain: ask the running generation to save and end, because more devices are free; fail: for good;
-    none: go on as it is.
+    look: at the disk first, which checkpoints there are (``Job.on_disk``); none: go on as it is.
     """
 
-    kind: Literal["replan", "wait", "drain", "fail", "none"]
+    kind: Literal["replan", "wait", "drain", "fail", "look", "none"]
     reason: str
     layout: Layout | None = None
     placements: tuple[Placement, ...] = ()
@@ -62,6 +62,7 @@ class Decision:
 
 
 NOTHING = Decision("none", "")
+LOOK = Decision("look", "")
 
 
 def decide(view: ClusterView, job: Job, incident: Incident, now: float, policy: Policy) -> Decision:
@@ -108,13 +109,14 @@ def _replan(view: ClusterView, job: Job, *, keep: Layout | None, bad: set[str]) 
     choice = choose_layout(job, free, keep=keep, fixed_only=job.plan is None)
     if choice is None:
         return Decision("wait", _too_few(job, sum(len(node.devices) for node in free), len(view.nodes)))
-    history = job.plan.history if job.plan else ()
-    restore = newest_restore_point(job.checkpoints.values(), history, bad)
+    if job.plan is not None and job.on_disk is None:
+        return LOOK
+    restore = newest_restore_point(job, bad)
     placements = place(choice.best.layout, free)
     start = f"from the checkpoint of step {restore.step}" if restore else "from the seed"
     return Decision(
         "replan",
-        f"{choice.best.layout} {start}: {choice.why}",
+        f"{choice.best.layout} {start}: {choice.why}{choice.idle}",
         layout=choice.best.layout,
         placements=placements,
         meeting_port=view.nodes[placements[0].node].meeting_port,
@@ -171,9 +173,10 @@ def growth(view: ClusterView, job: Job, now: float, policy: Policy) -> Decision:
     if remaining_s < policy.growth_pause_s:
         return NOTHING
     gain = f"the layout that the job asks for fits again, {better.layout}" if wanted else f"{better.layout} is faster"
+    why = choice.idle if wanted else f"; {choice.why}{choice.idle}"
     return Decision(
         "drain",
-        f"{gain}: predicted {better.step_s:.3g} s a step, {present_s:.3g} s in {job.plan.layout}; {choice.why}",
+        f"{gain}: predicted {better.step_s:.3g} s a step, {present_s:.3g} s in {job.plan.layout}{why}",
         layout=better.layout,
         options=choice.considered,
     )
@@ -186,7 +189,7 @@ def _tp_in_node(job: Job) -> bool:
 
 
 def after_drain(view: ClusterView, job: Job, now: float, policy: Policy) -> Decision:
-    """The next generation once a drained one has ended well and what it saved is indexed."""
+    """The next generation once a drained one has ended well and what it saved is known."""
     assert job.plan is not None and job.status is not None
     outcomes = job.outcomes_now()
     placed = job.plan.placements
@@ -195,12 +198,14 @@ def after_drain(view: ClusterView, job: Job, now: float, policy: Policy) -> Deci
     ends = [end for seen in outcomes.values() for end in seen.value.exits]
     if any(end.is_fault for end in ends):
         return NOTHING
+    if job.on_disk is None:
+        return LOOK
     step = max((end.step for end in ends), default=0)
-    restore = newest_restore_point(job.checkpoints.values(), job.plan.history, job.status.bad_checkpoints)
+    restore = newest_restore_point(job, job.status.bad_checkpoints)
     if restore is None or restore.step < step:
         until = max(seen.at for seen in outcomes.values()) + policy.index_wait_s
         if now < until:
-            return Decision("wait", f"waiting for the checkpoint of step {step} to be indexed", until=until)
+            return Decision("wait", f"waiting for the checkpoint of step {step} to be seen", until=until)
     return recover(view, job, policy)
 
 

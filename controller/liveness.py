@@ -55,16 +55,24 @@ class Liveness:
     async def _follow(self, record: NodeRecord, left: asyncio.Event) -> None:
         """Hold the link while the agent is registered, ask when it ends, and go on asking once the agent has left."""
         while True:
-            if not left.is_set():
-                holding = asyncio.create_task(self._hold(record))
-                leaving = asyncio.create_task(left.wait())
-                try:
-                    await asyncio.wait({holding, leaving}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    holding.cancel()
-                    leaving.cancel()
-            verdict = await self._ask(record)
-            await asyncio.sleep(HOLD_AGAIN_S if verdict is Verdict.ALIVE and not left.is_set() else ASK_AGAIN_S)
+            try:
+                await self._follow_once(record, left)
+            except Exception:
+                # One node's record (a port that cannot be, say) must not end the links of the others.
+                _log.exception("link to %s failed", record.node)
+                await asyncio.sleep(ASK_AGAIN_S)
+
+    async def _follow_once(self, record: NodeRecord, left: asyncio.Event) -> None:
+        if not left.is_set():
+            holding = asyncio.create_task(self._hold(record))
+            leaving = asyncio.create_task(left.wait())
+            try:
+                await asyncio.wait({holding, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                holding.cancel()
+                leaving.cancel()
+        verdict = await self._ask(record)
+        await asyncio.sleep(HOLD_AGAIN_S if verdict is Verdict.ALIVE and not left.is_set() else ASK_AGAIN_S)
 
     async def _hold(self, record: NodeRecord) -> None:
         try:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from controller.board import Board
 from controller.decide import Policy
+from controller.disk import DiskReader
 from controller.leader import Leadership, NotLeader
 from controller.metrics import Metrics
 from controller.reconcile import Action, reconcile
+from controller.trouble import Trouble, tell_failure, tell_over
 from controller.view import Job
 from everstep.protocol.keys import Keys
 from everstep.protocol.store import Put, StoreUnavailable, Unchanged
@@ -30,6 +33,8 @@ class Loop:
         self._policy = policy
         self._metrics = metrics
         self._look_again: dict[str, float] = {}
+        self._trouble = Trouble()
+        self._disk = DiskReader()
 
     async def run(self) -> None:
         """For ever. A job is looked at when something about it changes, or at the time its last look asked for."""
@@ -45,19 +50,52 @@ class Loop:
             for job_id in sorted(concerned | due, key=self._order):
                 self._look_again.pop(job_id, None)
                 job = self._board.view.jobs.get(job_id)
-                if job is not None and job.active:
-                    await self._look(job)
+                if job is None or not job.active:
+                    self._trouble.over(job_id)
+                elif (not_before := self._trouble.not_before(job_id)) > time.time():
+                    self._look_again[job_id] = not_before
+                else:
+                    await self._look_safely(job)
 
     def _order(self, job_id: str) -> tuple[float, str]:
         """Earlier jobs choose their devices first."""
         job = self._board.view.jobs.get(job_id)
         return (job.status.submitted_at if job is not None and job.status is not None else 0.0, job_id)
 
+    async def _look_safely(self, job: Job) -> None:
+        """What goes wrong over one job must not end the others."""
+        try:
+            await self._look(job)
+        except Exception as error:
+            _log.exception("job %s: the look at it failed", job.id)
+            self._metrics.job_failed()
+            again_at = self._trouble.failed(job.id, time.time())
+            try:
+                await self._carry_out(job, tell_failure(job, error, time.time()))
+            except Exception:
+                _log.exception("job %s: nor can that be told", job.id)
+            self._look_again[job.id] = again_at
+        else:
+            self._trouble.over(job.id)
+
     async def _look(self, job: Job) -> None:
         now = time.time()
         action = reconcile(self._board.view, job, now, self._policy)
+        if action.look_at_disk:
+            on_disk = await self._disk.look(job)
+            newest = self._board.view.jobs.get(job.id)
+            if newest is None or not newest.active:
+                return
+            job, now = replace(newest, on_disk=on_disk), time.time()
+            action = reconcile(self._board.view, job, now, self._policy)
+        action = tell_over(job, action, now)
         if action.look_again_at is not None:
             self._look_again[job.id] = action.look_again_at
+        await self._carry_out(job, action)
+
+    async def _carry_out(self, job: Job, action: Action) -> None:
+        """Write what the action says, then wait until the view shows it. Raises StoreError when etcd refuses it."""
+        now = time.time()
         if action.status is None:
             return
         try:
@@ -74,7 +112,8 @@ class Loop:
             self._look_again[job.id] = now + STORE_RETRY_S
             return
         for event in action.events:
-            _log.info("job %s: %s", job.id, event.message)
+            # What ranks said may hold line breaks; none of it shall look like a line of ours.
+            _log.info("job %s: %s", job.id, "\\n".join(event.message.splitlines()))
             self._metrics.count(event)
         if not await self._board.reached(revision, OWN_WRITE_S):
             self._look_again[job.id] = time.time() + STORE_RETRY_S

@@ -78,6 +78,11 @@ class Metrics:
             registry=self.registry,
         )
         self._incidents = Counter("everstep_incidents", "Incidents by kind.", ["kind"], registry=self.registry)
+        self._failures = Counter(
+            "everstep_controller_job_failures",
+            "Looks at a job that ended in an error of the controller.",
+            registry=self.registry,
+        )
 
     def count(self, event: Event) -> None:
         """Take in one event."""
@@ -86,6 +91,10 @@ class Metrics:
             self._seconds.labels(event.data["kind"]).observe(event.data["seconds"])
         elif event.kind == "incident":
             self._incidents.labels(event.data["kind"]).inc()
+
+    def job_failed(self) -> None:
+        """A look at a job ended in an error."""
+        self._failures.inc()
 
     def text(self) -> bytes:
         """The exposition in Prometheus' text format."""

@@ -16,12 +16,16 @@ from everstep.protocol.messages import Event, JobState, JobStatus, Plan
 
 @dataclass(frozen=True)
 class Action:
-    """What to write in one transaction (``status`` None: nothing), and when to look again without any change."""
+    """What to write in one transaction (``status`` None: nothing), and when to look again without any change.
+
+    ``look_at_disk``: nothing can be said before ``Job.on_disk`` is known; ask again with it.
+    """
 
     status: JobStatus | None = None
     plan: Plan | None = None
     events: tuple[Event, ...] = ()
     look_again_at: float | None = None
+    look_at_disk: bool = False
 
 
 def reconcile(view: ClusterView, job: Job, now: float, policy: Policy) -> Action:
@@ -68,6 +72,8 @@ def _answer(view: ClusterView, job: Job, incident: Incident, now: float, policy:
     """A new incident: count it, say what is done about it, do it."""
     assert job.status is not None and job.plan is not None
     decision = decide.decide(view, job, incident, now, policy)
+    if decision.kind == "look":
+        return Action(look_at_disk=True)
     figures: dict[str, Any] = {
         "kind": incident.kind,
         "at": incident.at,
@@ -115,6 +121,8 @@ def _answer(view: ClusterView, job: Job, incident: Incident, now: float, policy:
 def _carry_out(view: ClusterView, job: Job, decision: Decision, now: float) -> Action:
     """A decision that answers no new incident."""
     assert job.status is not None
+    if decision.kind == "look":
+        return Action(look_at_disk=True)
     if decision.kind == "replan":
         return _next_generation(job, job.status, decision, now)
     if decision.kind == "wait" and decision.reason != job.status.reason and not job.status.drain_for:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from controller.detect.faults import rank_faults
+from controller.detect.faults import rank_faults, shortened
 from controller.view import ClusterView, Job
 
+MOST_EVIDENCE = 16
 START_PHASES = ("start", "meet", "build", "restore", "first_step")
 
 
@@ -27,19 +28,22 @@ def known_incident(view: ClusterView, job: Job, **figures: Any) -> dict[str, Any
 
 
 def evidence(job: Job, ranks: Collection[int]) -> list[dict[str, Any]]:
-    """What is known of how ``ranks`` of the current generation ended: cause, exit code or signal, last log lines."""
+    """What is known of how ``ranks`` of the current generation ended: cause, exit code or signal, last log lines.
+
+    The first ``MOST_EVIDENCE`` in order of time: an event has to fit into etcd.
+    """
+    faults = [fault for fault in rank_faults(job.outcomes_now()) if fault.exit.rank in ranks]
     return [
         {
             "rank": fault.exit.rank,
             "node": fault.node,
             "step": fault.exit.step,
-            "cause": fault.exit.cause,
+            "cause": shortened(fault.exit.cause),
             "exit_code": fault.exit.exit_code,
             "signal": fault.exit.signal,
             "log_tail": fault.exit.log_tail,
         }
-        for fault in rank_faults(job.outcomes_now())
-        if fault.exit.rank in ranks
+        for fault in faults[:MOST_EVIDENCE]
     ]
 
 

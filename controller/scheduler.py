@@ -22,19 +22,21 @@ class FreeNode:
 
 @dataclass(frozen=True)
 class Choice:
-    """The layout for a job on some devices. ``why`` in words; ``considered``: the best few, best first."""
+    """The layout for a job on some devices, ``why``, and why devices stay ``idle``; the best few ``considered``."""
 
     best: RankedLayout
     why: str
+    idle: str
     considered: tuple[RankedLayout, ...]
 
 
 def devices_in_use(view: ClusterView, apart_from: str) -> set[tuple[str, int]]:
-    """(node, device) held by other jobs: by active ones, and by ended ones until their ranks are proven gone."""
+    """(node, device) held by other jobs: by their plans, and by older ranks of theirs until those are proven gone."""
     used = set()
     for job in view.jobs.values():
         if job.id == apart_from or job.plan is None or job.status is None:
             continue
+        used |= _still_ending(view, job)
         outcomes = job.outcomes_now()
         for placement in job.plan.placements:
             outcome = outcomes.get(placement.node)
@@ -45,6 +47,22 @@ def devices_in_use(view: ClusterView, apart_from: str) -> set[tuple[str, int]]:
                 continue
             used |= {(placement.node, device) for device in placement.devices}
     return used
+
+
+def _still_ending(view: ClusterView, job: Job) -> set[tuple[str, int]]:
+    """(node, device) of ranks that an older generation of ``job`` started and whose agent has not seen the end of."""
+    current = job.plan.generation if job.plan else 0
+    return {
+        (placement.node, device)
+        for generation, outcomes in job.outcomes.items()
+        if generation != current and (plan := job.plans.get(generation)) is not None
+        for placement in plan.placements
+        if (seen := outcomes.get(placement.node)) is not None
+        and not seen.value.all_gone
+        and (record := view.nodes.get(placement.node)) is not None
+        and record.incarnation == placement.incarnation == seen.value.incarnation
+        for device in placement.devices
+    }
 
 
 def free_nodes(view: ClusterView, job: Job) -> list[FreeNode]:
@@ -102,8 +120,8 @@ def choose_layout(
             in_node = tp_groups_in_nodes(spec.layout, sizes)
             seconds = step_time_s(run, spec.layout, hardware, tp_in_node=in_node)
             best = RankedLayout(spec.layout, seconds, total - spec.layout.world_size, in_node)
-            why = "the layout that the job asks for" + _idle(best, "the layout is fixed")
-            return Choice(best, why, (best, *ranked[:4]))
+            idle = _idle(best, "the layout is fixed")
+            return Choice(best, "the layout that the job asks for", idle, (best, *ranked[:4]))
         if fixed_only:
             return None
     if not ranked:
@@ -113,7 +131,7 @@ def choose_layout(
     why = f"fastest predicted of {len(ranked)} legal layouts on {total} device{'s' if total != 1 else ''}"
     limited = best.layout.world_size == spec.resources.ranks
     because = f"the job wants {spec.resources.ranks}" if limited else "no legal layout with more ranks is faster"
-    return Choice(best, why + _idle(best, because), tuple(ranked[:5]))
+    return Choice(best, why, _idle(best, because), tuple(ranked[:5]))
 
 
 def _idle(best: RankedLayout, because: str) -> str:
@@ -148,15 +166,20 @@ def place(layout: Layout, free: Sequence[FreeNode]) -> tuple[Placement, ...]:
 
 
 def queue(view: ClusterView) -> list[Job]:
-    """Jobs that have never been placed, first come first."""
+    """Jobs that have never been placed, first come first; those that the controller fails on hold up nobody."""
     waiting = [job for job in view.jobs.values() if job.active and job.plan is None]
-    return sorted(waiting, key=lambda job: (job.status.submitted_at if job.status else 0.0, job.id))
+    sound = [job for job in waiting if job.status is not None and not job.status.trouble]
+    return sorted(sound, key=_turn)
+
+
+def _turn(job: Job) -> tuple[float, str]:
+    return (job.status.submitted_at if job.status is not None else 0.0, job.id)
 
 
 def blocked_by(view: ClusterView, job: Job) -> Job | None:
     """An earlier job of the queue that could run if the devices in use were free: ``job`` must not overtake it."""
     for earlier in queue(view):
-        if earlier.id == job.id:
+        if _turn(earlier) >= _turn(job):
             return None
         if could_ever_fit(view, earlier):
             return earlier

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from fastapi import Request
 from pydantic import ValidationError
 
 from controller.problem import FieldError, ProblemError, field_errors, invalid
@@ -21,10 +22,21 @@ JSON_TYPES = ("application/json",)
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
+async def read_body(request: Request) -> bytes:
+    """The body of a request; raises ProblemError 413 before more than a spec's worth of it is held."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ProblemError(413, f"a job spec has at most {MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
 def parse_spec(body: bytes, content_type: str) -> JobSpec:
-    """The spec in ``body``; raises ProblemError that names the field (422), the type (415) or the size (413)."""
-    if len(body) > MAX_BODY_BYTES:
-        raise ProblemError(413, f"a job spec has at most {MAX_BODY_BYTES} bytes")
+    """The spec in ``body``; raises ProblemError that names the field (422) or the type (415).
+
+    YAML is slow to read: call in a thread.
+    """
     kind = content_type.partition(";")[0].strip().lower()
     value: Any
     try:

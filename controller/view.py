@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from pydantic import ValidationError
 
-from engine.planning.messages import Message
+from engine.planning.messages import Message, RestorePoint
 from everstep.protocol.keys import Keys
 from everstep.protocol.link import Verdict
 from everstep.protocol.messages import (
@@ -52,8 +52,16 @@ class NodeVerdict:
 
 
 @dataclass(frozen=True)
+class OnDisk:
+    """Complete checkpoints that were ``found`` on the shared disk, and indexed directories known to be ``gone``."""
+
+    found: tuple[RestorePoint, ...] = ()
+    gone: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Job:
-    """Everything stored about one job."""
+    """Everything stored about one job. ``on_disk``: None until somebody has looked, which a decision may ask for."""
 
     id: str
     spec: JobSpec | None = None
@@ -64,6 +72,7 @@ class Job:
     outcomes: Mapping[int, Mapping[str, Seen[NodeOutcome]]] = field(default_factory=dict)
     checkpoints: Mapping[str, CheckpointRecord] = field(default_factory=dict)
     events: Mapping[str, Event] = field(default_factory=dict)
+    on_disk: OnDisk | None = None
 
     @property
     def active(self) -> bool:

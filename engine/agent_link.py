@@ -103,7 +103,11 @@ class AgentLink:
                 return
             *lines, pending = (pending + data).split(b"\n")
             for text in lines:
-                message = from_agent.validate_json(text)
+                try:
+                    message = from_agent.validate_json(text)
+                except ValueError as error:
+                    self._end(f"the agent cannot be understood: {error}")
+                    return
                 if isinstance(message, StopRequest):
                     self._stop = message
 

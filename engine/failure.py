@@ -1,7 +1,8 @@
 """Turn the exception that ended a rank into a record that says whose fault it is.
 
 Categories: ``user`` (the job cannot run anywhere as it is written: no node is to blame), ``collective`` (a peer went
-away: the fault is elsewhere), ``numerics``, ``checkpoint`` (a damaged one: go further back), ``memory``, ``internal``.
+away or could not do its part of a save or a load: the fault is elsewhere), ``numerics``, ``checkpoint`` (a damaged one:
+go further back), ``memory``, ``internal``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import traceback
 
 import torch
 
-from engine.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from engine.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from engine.groups import CollectiveError
 from engine.planning.corpus import CorpusError
 from engine.planning.messages import Failure, FailureCategory
@@ -29,6 +30,8 @@ def categorise(error: BaseException, *, stepped: bool) -> FailureCategory:
         return "collective"
     if isinstance(error, CheckpointDamaged):
         return "checkpoint"
+    if isinstance(error, CheckpointError) and error.elsewhere and not isinstance(error, CheckpointMismatch):
+        return "collective"
     if isinstance(error, CorpusError):
         return "user"
     if isinstance(error, FloatingPointError):

@@ -7,7 +7,8 @@ no communication at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -35,6 +36,17 @@ class CollectiveError(RuntimeError):
     """A peer is gone or did not come in time. The fault is another rank's as a rule, seldom this one's."""
 
 
+@contextmanager
+def _peers_needed() -> Iterator[None]:
+    """What torch raises while it talks to other ranks becomes a CollectiveError; out of memory stays what it is."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(str(error)) from error
+
+
 class Pending:
     """A collective on its way. ``wait`` blocks until the result is usable (on CUDA: until the stream waits for it)."""
 
@@ -45,21 +57,18 @@ class Pending:
     def wait(self) -> None:
         """Block until done; raises CollectiveError when a peer is gone."""
         if self._work is not None:
-            try:
+            with _peers_needed():
                 self._work.wait()
-            except RuntimeError as error:
-                raise CollectiveError(str(error)) from error
             self._work = None
             if self._then is not None:
                 self._then()
 
-    def done(self) -> bool:
-        """Whether the work has completed, without blocking. Not meaningful for point-to-point work on gloo."""
-        return self._work is None or self._work.is_completed()
-
 
 class Group:
-    """Some ranks of the job that talk to each other; ``rank`` and ``size`` are places within the group."""
+    """Some ranks of the job that talk to each other; ``rank`` and ``size`` are places within the group.
+
+    Every operation raises CollectiveError when a peer is known to be gone, be it at once or when it is waited for.
+    """
 
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int, backend: Backend | None) -> None:
         assert (backend is None) == (len(ranks) == 1)
@@ -76,7 +85,7 @@ class Group:
             return Pending(None)
         options = AllreduceOptions()
         options.reduceOp = op  # type: ignore[assignment]
-        return Pending(self._backend.allreduce([tensor], options))
+        return self._start(lambda: self._backend.allreduce([tensor], options))
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> Pending:
         """Sum ``source`` [size * n] over the group; member i gets the i-th n elements in ``output`` [n].
@@ -92,9 +101,11 @@ class Group:
             # Gloo's reduce_scatter takes 1.0 to 1.7 times as long as its all_reduce at 4 to 16 MB (2 to 4 ranks on two
             # cores, torch 2.13; about even at 1 MB), so everybody gets the whole sum and keeps its part.
             part = source.narrow(0, self.rank * output.numel(), output.numel())
-            work = self._backend.allreduce([source])
-            return Pending(work, None if part.data_ptr() == output.data_ptr() else lambda: output.copy_(part))
-        return Pending(self._backend._reduce_scatter_base(output, source, ReduceScatterOptions()))
+            in_place = part.data_ptr() == output.data_ptr()
+            return self._start(
+                lambda: self._backend.allreduce([source]), None if in_place else lambda: output.copy_(part)
+            )
+        return self._start(lambda: self._backend._reduce_scatter_base(output, source, ReduceScatterOptions()))
 
     def all_gather(self, output: Tensor, source: Tensor) -> Pending:
         """Concatenate every member's ``source`` [n] into ``output`` [size * n]."""
@@ -102,22 +113,27 @@ class Group:
             if output.data_ptr() != source.data_ptr():
                 output.copy_(source)
             return Pending(None)
-        return Pending(self._backend._allgather_base(output, source))
+        return self._start(lambda: self._backend._allgather_base(output, source))
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> Pending:
         """Start sending ``tensor`` to group member ``to``; keep the tensor unchanged until ``wait`` returned."""
         assert self._backend is not None, "a group of one has nobody to send to"
-        return Pending(self._backend.send([tensor], to, tag))
+        return self._start(lambda: self._backend.send([tensor], to, tag))
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Pending:
         """Start receiving into ``tensor`` from group member ``source``."""
         assert self._backend is not None, "a group of one has nobody to receive from"
-        return Pending(self._backend.recv([tensor], source, tag))
+        return self._start(lambda: self._backend.recv([tensor], source, tag))
 
     def barrier(self) -> None:
         """Wait until every member is here."""
         if self._backend is not None:
-            self._backend.barrier().wait()
+            self._start(lambda: self._backend.barrier()).wait()
+
+    def _start(self, call: Callable[[], Work], then: Callable[[], object] | None = None) -> Pending:
+        """A broken connection shows at the start of some operations, in the wait of others."""
+        with _peers_needed():
+            return Pending(call(), then)
 
 
 @dataclass(frozen=True)
@@ -170,7 +186,7 @@ def build_groups(
 ) -> Groups:
     """Meet the other ranks on ``store`` (whose prefix must be this generation's own) and build every group.
 
-    ``timeout_s`` bounds the meeting and every collective. Raises RuntimeError when ranks do not come.
+    ``timeout_s`` bounds the meeting and every collective. Raises CollectiveError when ranks do not come.
     """
     at = layout.coordinates(rank)
     timeout = timedelta(seconds=timeout_s)
@@ -180,7 +196,8 @@ def build_groups(
         if len(members) == 1:
             return Group(name, tuple(members), place, None)
         prefix = PrefixStore(f"{name}-{members[0]}", store)
-        backend = _backend(prefix, device, bind_address, place, len(members), timeout)
+        with _peers_needed():
+            backend = _backend(prefix, device, bind_address, place, len(members), timeout)
         return Group(name, tuple(members), place, backend)
 
     def line(axis: str, places: list[int]) -> list[int]:

@@ -9,7 +9,6 @@ parameter. Initialisation, optimizer state and checkpoints all work from this de
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,18 +75,3 @@ def global_init(segment: Segment, *, seed: int, std: float, scaled_std: float) -
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     values = torch.empty(segment.global_shape)
     return values.normal_(0.0, std if segment.init == "normal" else scaled_std, generator=generator)
-
-
-def cut(whole: Tensor, segment: Segment) -> Tensor:
-    """The box of ``segment`` out of its global tensor (a view)."""
-    for dim, (start, length) in enumerate(zip(segment.offset, segment.size, strict=True)):
-        whole = whole.narrow(dim, start, length)
-    return whole
-
-
-@torch.no_grad()
-def fill(parameter: Tensor, spec: ParameterSpec, whole_of: Callable[[Segment], Tensor]) -> None:
-    """Write each segment's values, taken from ``whole_of(segment)``, into ``parameter``; padding becomes zero."""
-    parameter.zero_()
-    for segment in spec.segments:
-        parameter.narrow(0, segment.row, segment.size[0]).copy_(cut(whole_of(segment), segment))

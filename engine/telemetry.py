@@ -57,6 +57,10 @@ class Telemetry:
         self.timings: dict[str, float] = {}
         self.step = launch.start_step
         self._metrics: LineLog | None = None
+
+    def open(self) -> None:
+        """Open the metrics file (rank 0 has one). Raises OSError when the run directory cannot be written."""
+        launch = self._launch
         if launch.rank == 0:
             self._metrics = LineLog(Path(launch.run_directory) / "metrics" / f"g{launch.generation:04d}.jsonl")
 

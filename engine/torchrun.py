@@ -3,7 +3,11 @@
     torchrun --nproc-per-node 4 -m engine.torchrun --config run.yaml --tp 2 --dp 2
 
 The configuration is a ``RunConfig`` in YAML. The run resumes from the newest complete checkpoint in its directory, in
-whatever layout that was saved, so a restarted or resized ``torchrun`` job goes on where it was.
+whatever layout that was saved, so a restarted or resized ``torchrun`` job goes on where it was. Each start is a
+generation of its own, as under agents.
+
+Exit codes of a rank: 0 when the run is complete, 2 when configuration, layout or data are wrong, 1 for everything else.
+What went wrong is one line on stderr; only errors that nobody foresaw come as tracebacks.
 """
 
 from __future__ import annotations
@@ -19,11 +23,15 @@ from pathlib import Path
 
 import torch
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from engine.agent_link import AgentLink
 from engine.checkpoint.catalog import newest
+from engine.checkpoint.errors import CheckpointError
+from engine.checkpoint.fence import newest_claim
+from engine.failure import categorise
+from engine.groups import CollectiveError
 from engine.planning.config import RunConfig
 from engine.planning.layout import Layout, illegal_reasons
 from engine.planning.messages import GenerationStart, Meeting, RankLaunch, RestorePoint
@@ -31,12 +39,32 @@ from engine.rank import run
 from engine.telemetry import Telemetry
 
 
+class _Start(BaseModel):
+    """What rank 0 found in the directory of the checkpoints, for all ranks."""
+
+    generation: int
+    restore: RestorePoint | None
+
+
+def _degree(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return int(text)
+
+
+def _told(error: Exception) -> list[str]:
+    """One line for each thing that is wrong, with its field."""
+    if isinstance(error, ValidationError):
+        return [f"{'.'.join(map(str, entry['loc']))}: {entry['msg']}" for entry in error.errors()]
+    return [str(error)]
+
+
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train under torchrun.")
     parser.add_argument("--config", required=True, type=Path, help="YAML file with model, data, train, checkpoint")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
-    parser.add_argument("--dp", type=int, default=None, help="replicas; what is left of the world when not given")
+    parser.add_argument("--tp", type=_degree, default=1, help="tensor-parallel degree")
+    parser.add_argument("--pp", type=_degree, default=1, help="pipeline stages")
+    parser.add_argument("--dp", type=_degree, default=None, help="replicas; what is left of the world when not given")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="peak of one device, for MFU")
     return parser.parse_args()
 
@@ -67,41 +95,44 @@ def _own_address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _restore_point(store: Store, rank: int, checkpoints: Path) -> RestorePoint | None:
+def _start(store: Store, rank: int, checkpoints: Path) -> _Start:
     """Rank 0 looks for the newest complete checkpoint and tells the others, so that all restore the same."""
     if rank == 0:
         found = newest(checkpoints)
-        point = (
-            RestorePoint(step=found.step, generation=found.generation, directory=str(found.directory))
-            if found
-            else None
-        )
-        store.set("restore", point.model_dump_json() if point else "")
-    text = store.get("restore").decode()
-    return RestorePoint.model_validate_json(text) if text else None
+        point = None
+        if found is not None:
+            point = RestorePoint(step=found.step, generation=found.generation, directory=str(found.directory))
+        last = max(newest_claim(checkpoints), point.generation if point else 0)
+        store.set("start", _Start(generation=last + 1, restore=point).model_dump_json())
+    return _Start.model_validate_json(store.get("start"))
 
 
 def main() -> int:
-    """Entry point under torchrun. Exit code 2: the configuration or the layout is wrong."""
+    """Entry point under torchrun; see the module's text for exit codes."""
     arguments = _arguments()
+    if "RANK" not in os.environ:
+        print("RANK is not set: start this with torchrun", file=sys.stderr)
+        return 2
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dp = arguments.dp if arguments.dp is not None else max(1, world // (arguments.tp * arguments.pp))
+    layout = Layout(tp=arguments.tp, pp=arguments.pp, dp=dp)
+    reasons = []
     try:
         config = RunConfig.model_validate(yaml.safe_load(arguments.config.read_text()))
-        dp = arguments.dp if arguments.dp is not None else max(1, world // (arguments.tp * arguments.pp))
-        layout = Layout(tp=arguments.tp, pp=arguments.pp, dp=dp)
-    except (OSError, yaml.YAMLError, ValidationError) as error:
-        print(f"{arguments.config}: {error}", file=sys.stderr)
-        return 2
-    reasons = illegal_reasons(layout, config.model, config.train)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reasons += [f"{arguments.config}: {reason}" for reason in _told(error)]
+    else:
+        reasons += illegal_reasons(layout, config.model, config.train)
     if layout.world_size != world:
         reasons.append(f"{layout} needs {layout.world_size} ranks, torchrun started {world}")
     if reasons:
-        print("; ".join(reasons), file=sys.stderr)
+        # Every rank says so: torchrun ends the others as soon as one has ended.
+        print("error: " + "; ".join(reasons), file=sys.stderr)
         return 2
     directory = Path(config.checkpoint.directory).resolve()
     store = _store()
-    restore = _restore_point(store, rank, directory / "checkpoints")
-    generation = restore.generation + 1 if restore else 1
+    start = _start(store, rank, directory / "checkpoints")
+    generation, restore = start.generation, start.restore
     launch = RankLaunch(
         job="torchrun",
         generation=generation,
@@ -119,7 +150,11 @@ def main() -> int:
     )
     link = AgentLink.connect(launch)
     telemetry = Telemetry(launch, link, torch.device(launch.device))
-    outcome = run(launch, store, link, telemetry)
+    try:
+        outcome = run(launch, store, link, telemetry)
+    except (ValueError, OSError, FloatingPointError, CheckpointError, CollectiveError) as error:
+        print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if categorise(error, stepped=telemetry.step > launch.start_step) == "user" else 1
     telemetry.close()
     if rank == 0:
         print(json.dumps({"step": outcome.step, "complete": outcome.complete, "timings_s": telemetry.timings}))

@@ -14,16 +14,17 @@ import torch
 
 from engine.agent_link import AgentLink
 from engine.checkpoint.catalog import prune
+from engine.checkpoint.fence import claim, newest_claim
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.save import save_checkpoint
 from engine.data.loader import BatchLoader, CorpusSamples, MicroBatch, SampleLog
 from engine.data_parallel.buckets import ParameterBuckets
 from engine.data_parallel.distributed_optimizer import DistributedOptimizer
 from engine.groups import Groups
-from engine.models.transformer import Stage, initialise
+from engine.models.transformer import Stage, initial_values
 from engine.pipeline.executor import run_step
 from engine.pipeline.schedules import one_forward_one_backward
-from engine.planning.messages import CheckpointCommitted, RankLaunch
+from engine.planning.messages import CheckpointCommitted, RankLaunch, RestorePoint
 from engine.planning.schedule import learning_rate
 from engine.precision import model_dtype
 from engine.telemetry import Telemetry
@@ -56,10 +57,12 @@ class Trainer:
     ) -> None:
         self.launch, self.groups, self.link, self.telemetry, self.device = launch, groups, link, telemetry, device
         run, train = launch.run, launch.run.train
+        self.checkpoints = Path(launch.run_directory) / "checkpoints"
         self.telemetry.phase("building")
+        self.telemetry.open()
+        if launch.rank == 0:
+            claim(self.checkpoints, launch.generation)
         self.stage = Stage(run.model, groups, dtype=model_dtype(train.precision), device=device)
-        if launch.restore is None:
-            initialise(self.stage, run.model, train.seed)
         self.buckets = ParameterBuckets(list(self.stage.parameters()), groups, bucket_size_mb=train.bucket_size_mb)
         self.optimizer = DistributedOptimizer(self.buckets, groups, train)
         mine = launch.layout.microbatches_of_replica(groups.at.dp, train.num_microbatches)
@@ -76,13 +79,23 @@ class Trainer:
         self.telemetry.lap("build")
         if launch.restore is not None:
             self.telemetry.phase("restoring")
-            load_checkpoint(
-                self.optimizer.pieces(), Path(launch.restore.directory), self.groups.world, device=self.device
-            )
-            self.optimizer.after_load(launch.restore.step)
+            self._restore(launch.restore)
         else:
-            self.optimizer.after_load(0)
+            self.optimizer.initialise(initial_values(run.model, train.seed))
         self.telemetry.lap("restore")
+
+    def _restore(self, point: RestorePoint) -> None:
+        """Take over the state of ``point``. Raises ValueError when this run would go on with other samples."""
+        loaded = load_checkpoint(
+            self.optimizer.pieces(), Path(point.directory), self.groups.world, device=self.device
+        ).manifest
+        batch = self.launch.run.train.global_batch_size
+        if loaded.consumed_samples != point.step * batch:
+            raise ValueError(
+                f"train.global_batch_size {batch}: {point.directory} has consumed {loaded.consumed_samples} samples in "
+                f"{point.step} steps, so its run had another batch"
+            )
+        self.optimizer.after_load(point.step)
 
     def run(self) -> Outcome:
         """Train until the run is complete or all ranks agreed to stop."""
@@ -143,11 +156,10 @@ class Trainer:
     def _save(self, step: int) -> None:
         """Save the state after ``step`` completed steps and tell the agent."""
         launch = self.launch
-        began = time.monotonic()
         self.telemetry.phase("saving")
         saved = save_checkpoint(
             self.optimizer.pieces(),
-            Path(launch.run_directory) / "checkpoints",
+            self.checkpoints,
             self.groups.world,
             job=launch.job,
             generation=launch.generation,
@@ -155,8 +167,8 @@ class Trainer:
             run=launch.run,
             layout=launch.layout,
             device=self.device,
+            still_current=self._is_current,
         )
-        seconds = time.monotonic() - began
         if launch.rank == 0:
             self.link.send(
                 CheckpointCommitted(
@@ -164,16 +176,21 @@ class Trainer:
                     generation=launch.generation,
                     directory=str(saved.directory),
                     num_bytes=saved.num_bytes,
-                    seconds=seconds,
+                    seconds=saved.seconds,
                 )
             )
-            prune(
-                Path(launch.run_directory) / "checkpoints",
-                keep=launch.run.checkpoint.keep,
-                history=launch.history,
-                protected_steps=(launch.start_step,),
-            )
+            if self._is_current():
+                prune(
+                    self.checkpoints,
+                    keep=launch.run.checkpoint.keep,
+                    history=launch.history,
+                    protected_steps=(launch.start_step,),
+                )
         self.telemetry.phase("stepping")
+
+    def _is_current(self) -> bool:
+        """Whether no newer generation claimed the checkpoints: a ghost must not publish, and least of all delete."""
+        return newest_claim(self.checkpoints) <= self.launch.generation
 
     def _close(self) -> None:
         if self.loader is not None:

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.parameters import ParameterSpec, Segment, attach, fill, global_init, spec_of
+from engine.parameters import ParameterSpec, Segment, attach, global_init, spec_of
 from engine.planning.config import TrainConfig
+from tests.weights import fill
 
 HIDDEN, VOCAB, SEQ, BATCH, LAYERS = 8, 11, 5, 2, 3
 ACTIVATION = (SEQ, BATCH, HIDDEN)

@@ -1,7 +1,7 @@
 """``python -m worker``: start a node agent.
 
 Exit codes: 0 stopped when asked, 1 internal error, 2 wrong settings, 3 the node's name or state directory is taken,
-4 the warm parent or the devices cannot be used.
+4 the warm parent or the devices cannot be used, 5 etcd refuses us (password, permission).
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ def main() -> int:
     """Run an agent until SIGTERM or SIGINT; returns the exit code."""
     settings = parse_settings()
     state = StateDir(settings.state_dir)
-    state.create()
     try:
+        state.create()
         state.lock(_LOCK_TIMEOUT_S)
     except StateDirBusy as error:
         print(f"worker: {error}", file=sys.stderr)
         return 3
+    except OSError as error:
+        print(f"worker: --state-dir: {error}", file=sys.stderr)
+        return 2
     if stubborn := state.end_leftovers(_LEFTOVERS_TIMEOUT_S):
         print(f"worker: ranks of an earlier agent do not go: {', '.join(stubborn)}", file=sys.stderr)
         return 1

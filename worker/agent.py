@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from everstep.protocol.keys import Keys
 from everstep.protocol.messages import CheckpointRecord, Device, NodeOutcome, NodeRecord, RankStatus
-from everstep.protocol.store import Store, StoreSettings
+from everstep.protocol.store import Store
 from worker.endpoint import Endpoint
 from worker.generation import Site
 from worker.jobs import Jobs
@@ -57,7 +57,7 @@ class Agent:
     def __init__(self, settings: AgentSettings, state: StateDir, guardian: int) -> None:
         self._settings = settings
         self._state = state
-        self._keys = Keys(settings.root)
+        self._keys = Keys(settings.store.root)
         self._incarnation = uuid.uuid4().hex
         self._started_at = time.time()
         self._jobs: Jobs | None = None
@@ -72,7 +72,7 @@ class Agent:
 
         Raises NameTaken, WarmParentLost, HelperFailed (in an ExceptionGroup once the node has started to serve).
         """
-        store = await Store.connect(StoreSettings(endpoints=self._settings.etcd, root=self._settings.root))
+        store = await Store.connect(self._settings.store)
         self._outbox = Outbox(store)
         try:
             await self._lines.start()

@@ -44,7 +44,7 @@ class Endpoint:
         self._writers.add(writer)
         try:
             if await self._admit(reader, writer):
-                while (frame := await read_frame(reader)) is not None:
+                while (frame := await read_frame(reader, max_payload_bytes=0)) is not None:
                     await self._answer(frame, writer)
         except LinkError as error:
             log.warning("closed a connection", peer=writer.get_extra_info("peername"), error=str(error))

@@ -40,6 +40,20 @@ class Site:
     beat: Callable[[], None]
 
 
+def tell_never_started(plan: Plan, site: Site) -> None:
+    """Say that nothing of a generation is here, because it was over before it began here: its devices are free."""
+    site.publish(
+        NodeOutcome(
+            job=plan.job,
+            generation=plan.generation,
+            node=site.node,
+            incarnation=site.incarnation,
+            exits=(),
+            all_gone=True,
+        )
+    )
+
+
 class LocalGeneration:
     """One generation here. ``warm`` forks its ranks and is the only one that signals them."""
 
@@ -94,11 +108,6 @@ class LocalGeneration:
         )
         self._publish()
         self._site.beat()
-
-    def never_start(self) -> None:
-        """It was asked to stop before it began: say that nothing of it is here."""
-        self.ranks = []
-        self._publish()
 
     async def _fork(self, rank: LocalRank) -> None:
         self._site.lines.expect(rank)
@@ -252,4 +261,9 @@ class LocalGeneration:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._spawned_ended)
+
+    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("ending ranks failed", job=self.plan.job, generation=self.plan.generation, exc_info=error)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from everstep.protocol.keys import Keys
 from everstep.protocol.messages import JobStatus, Placement, Plan
 from everstep.protocol.store import Change, KeyValue, Snapshot
-from worker.generation import LocalGeneration, Site
+from worker.generation import LocalGeneration, Site, tell_never_started
 from worker.warm_client import Ending, WarmParentHandle
 
 log = structlog.get_logger()
@@ -53,6 +53,7 @@ class JobKeeper:
             self._changed.clear()
             if self._dropped:
                 await self._end_current()
+                self._tell_what_never_started()
                 return
             await self._carry_out()
 
@@ -71,34 +72,44 @@ class JobKeeper:
                 self.current.begin_terminate()
             return
         await self._end_current()
-        placement = self._placement(plan)
+        placement = placement_of(plan, self._site)
         if placement is None:
+            return
+        if plan.stop:
+            tell_never_started(plan, self._site)
             return
         warm = await self._warm_parent()
         if self._dropped or self._wanted is not plan:
             # Something newer came meanwhile; the loop looks at it next.
             return
         self.current = LocalGeneration(plan, placement, self._site, warm)
-        if plan.stop:
-            self.current.never_start()
-        else:
-            await self.current.start()
+        await self.current.start()
+
+    def _tell_what_never_started(self) -> None:
+        """The job ended before its plan came to anything here: whoever waits for the devices is to know."""
+        plan = self._wanted
+        assert plan is not None
+        begun = self.current is not None and self.current.plan.generation == plan.generation
+        if not begun and placement_of(plan, self._site) is not None:
+            tell_never_started(plan, self._site)
 
     async def _end_current(self) -> None:
         if self.current is not None and not self.current.all_gone:
             self.current.kill()
             await self.current.wait_gone()
 
-    def _placement(self, plan: Plan) -> Placement | None:
-        ours = [item for item in plan.placements if item.node == self._site.node]
-        placement = next((item for item in ours if item.incarnation == self._site.incarnation), None)
-        if placement is None:
-            if ours:
-                log.warning("a plan names another incarnation of this node", job=self._job, generation=plan.generation)
-            return None
-        here = range(len(self._site.devices))
-        assert all(index in here for index in placement.devices), f"{placement} names devices that are not here"
-        return placement
+
+def placement_of(plan: Plan, site: Site) -> Placement | None:
+    """The part of ``plan`` that this life of this node's agent is to run; None when there is none."""
+    ours = [item for item in plan.placements if item.node == site.node]
+    placement = next((item for item in ours if item.incarnation == site.incarnation), None)
+    if placement is None:
+        if ours:
+            log.warning("a plan names another incarnation of this node", job=plan.job, generation=plan.generation)
+        return None
+    here = range(len(site.devices))
+    assert all(index in here for index in placement.devices), f"{placement} names devices that are not here"
+    return placement
 
 
 class Jobs:
@@ -159,6 +170,19 @@ class Jobs:
         # States before plans: the plan of a job that is over must not start anything.
         for item in sorted(snapshot.items, key=lambda item: not item.key.endswith("/status")):
             self._take(item.key, item)
+        for item in snapshot.items:
+            self._tell_what_was_missed(item, there)
+
+    def _tell_what_was_missed(self, item: KeyValue, there: set[str]) -> None:
+        """A plan that came and whose job ended while etcd was out of sight holds devices until this node has spoken."""
+        job, _, what = item.key.removeprefix(self._keys.jobs).partition("/")
+        if what != "plan" or job not in self._over or job in self._keepers:
+            return
+        plan = _parse(Plan, item)
+        if plan is None or self._keys.outcome(job, plan.generation, self._site.node) in there:
+            return
+        if placement_of(plan, self._site) is not None:
+            tell_never_started(plan, self._site)
 
     def _take(self, key: str, item: KeyValue | None) -> None:
         job, _, what = key.removeprefix(self._keys.jobs).partition("/")

@@ -141,7 +141,7 @@ def cause_of(ending: Ending, failure: Failure | None, *, complete: bool, stopped
 
 
 def tail(log: Path) -> str:
-    """The last lines of a log; empty when there is none."""
+    """The last lines of a log; empty when there is none, a remark when it cannot be read."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, 2)
@@ -149,4 +149,6 @@ def tail(log: Path) -> str:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""
+    except OSError as error:
+        return f"(the log cannot be read: {error})"
     return "\n".join(text.splitlines()[-_TAIL_LINES:])

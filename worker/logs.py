@@ -15,6 +15,8 @@ import structlog
 _LARGEST_LOG_BYTES = 32 << 20
 _LOOK_S = 10.0
 
+_log = structlog.get_logger()
+
 
 def configure_logs(level: str, node: str) -> None:
     """Send structured logs to standard error, one JSON object a line, each with the node's name."""
@@ -53,4 +55,8 @@ async def keep_rotating(logs: Callable[[], Iterable[Path]]) -> None:
     while True:
         await asyncio.sleep(_LOOK_S)
         for log in list(logs()):
-            await asyncio.to_thread(rotate, log)
+            try:
+                await asyncio.to_thread(rotate, log)
+            except OSError as error:
+                # A full disk must not end the agent and, with it, its ranks.
+                _log.warning("a log cannot be rotated", path=str(log), error=str(error))

@@ -16,6 +16,7 @@ from pathlib import Path
 OWNER_VARIABLE = "EVERSTEP_OWNER"
 """Environment variable by which programs that a rank starts are known to be its own: the path of its rank file."""
 
+_PF_EXITING = 4  # include/linux/sched.h
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -87,6 +88,20 @@ def look_up(pid: int) -> Process | None:
         session=int(fields[3]),
         start_time=int(fields[19]),
     )
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is on its way out for a reason of its own: it exits, or a SIGKILL is pending already.
+
+    A process with much memory takes some milliseconds from the signal to the entry that can be reaped.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    pending = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigPnd:", "ShdPnd:"))]
+    return bool(int(fields[6]) & _PF_EXITING) or any(mask >> (signal.SIGKILL - 1) & 1 for mask in pending)
 
 
 def all_processes() -> list[Process]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from everstep.protocol.keys import Keys
-from everstep.protocol.link import Verdict, probe
+from everstep.protocol.link import LinkError, Verdict, probe
 from everstep.protocol.messages import Heartbeat, NodeRecord, RankStatus
 from everstep.protocol.store import Lease, Put, Store, StoreError, StoreUnavailable, Unchanged
 
@@ -152,7 +152,11 @@ class Registration:
             return True
         if holder.host != self._record.host:
             return False
-        verdict = await probe(holder.host, holder.port, self._token, _PROBE_S, incarnation=holder.incarnation)
+        try:
+            verdict = await probe(holder.host, holder.port, self._token, _PROBE_S, incarnation=holder.incarnation)
+        except LinkError as error:
+            log.warning("whoever listens where the name's holder was will not say who it is", error=str(error))
+            return False
         return verdict is Verdict.REFUSED
 
 

@@ -7,6 +7,7 @@ import signal
 
 import structlog
 
+from everstep.protocol.store import StoreError
 from worker.agent import Agent
 from worker.logs import configure_logs
 from worker.registration import NameTaken
@@ -27,6 +28,8 @@ def run_agent(settings: AgentSettings, state: StateDir, guardian: int) -> int:
         codes.append(_tell(taken, 3))
     except* (WarmParentLost, HelperFailed) as unusable:
         codes.append(_tell(unusable, 4))
+    except* StoreError as refused:
+        codes.append(_tell(refused, 5))
     return codes[0] if codes else 0
 
 

@@ -6,7 +6,12 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import TypeAdapter, ValidationError
+
 from everstep.protocol.link import read_token
+from everstep.protocol.messages import Name
+from everstep.protocol.store_options import add_store_options, store_settings_of
+from everstep.protocol.store_settings import StoreSettings
 from worker.preflight import DeviceChoice
 
 
@@ -15,8 +20,7 @@ class AgentSettings:
     """How one agent is run. ``token`` opens the agent's endpoint."""
 
     node: str
-    etcd: tuple[str, ...]
-    root: str
+    store: StoreSettings
     host: str
     devices: DeviceChoice
     state_dir: Path
@@ -38,8 +42,7 @@ def parse_settings(arguments: list[str] | None = None) -> AgentSettings:
     """Read the command line; ends the process with a message when something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m worker", description="Node agent of Everstep")
     parser.add_argument("--node", required=True, help="name of this node: lower case, digits, hyphens")
-    parser.add_argument("--etcd", required=True, help="HOST:PORT, several separated by commas")
-    parser.add_argument("--root", default="/everstep", help="the cluster's prefix in etcd")
+    add_store_options(parser)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address of this node for other nodes; nothing else listens"
     )
@@ -61,9 +64,8 @@ def parse_settings(arguments: list[str] | None = None) -> AgentSettings:
         if ":" not in given.entry:
             raise ValueError(f"--entry: {given.entry!r} is not MODULE:FUNCTION")
         return AgentSettings(
-            node=given.node,
-            etcd=tuple(given.etcd.split(",")),
-            root=given.root,
+            node=_node_name(given.node),
+            store=store_settings_of(given),
             host=given.host,
             devices=DeviceChoice.parse(given.devices),
             state_dir=given.state_dir.absolute(),
@@ -77,3 +79,10 @@ def parse_settings(arguments: list[str] | None = None) -> AgentSettings:
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def _node_name(name: str) -> str:
+    try:
+        return TypeAdapter(Name).validate_python(name)
+    except ValidationError:
+        raise ValueError(f"--node: {name!r} is not lower case letters, digits and hyphens") from None

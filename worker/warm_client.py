@@ -15,6 +15,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from everstep.protocol.store_options import PASSWORD_VARIABLE
 from worker.processes import all_processes, kill
 
 _LINE_LIMIT = 4 << 20
@@ -198,6 +199,7 @@ def _launch(command: list[str], theirs: socket.socket, log: Path) -> subprocess.
         "OPENBLAS_NUM_THREADS": "1",
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
     }
+    environment.pop(PASSWORD_VARIABLE, None)  # ranks run what users bring
     with theirs, log.open("wb") as output:
         return subprocess.Popen(
             command,

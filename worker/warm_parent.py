@@ -34,7 +34,16 @@ from engine.planning.messages import RankLaunch
 from worker.forked_rank import become_rank, leave_parent
 from worker.meeting_store import serve_meetings
 from worker.preflight import measure
-from worker.processes import all_processes, become_subreaper, close_files_above, die_with_parent, kill, owner, set_name
+from worker.processes import (
+    all_processes,
+    become_subreaper,
+    close_files_above,
+    die_with_parent,
+    is_ending,
+    kill,
+    owner,
+    set_name,
+)
 
 _HELPERS: dict[str, Callable[..., None]] = {"store": serve_meetings, "measure": measure}
 _LOOK_AGAIN_S = 0.01
@@ -169,7 +178,7 @@ class WarmParent:
         for pid in pids:
             # Not reaped yet, so neither its pid nor its group's number can belong to anybody else.
             if (child := self._children.get(pid)) is not None:
-                child.signalled = True
+                child.signalled = child.signalled or not is_ending(pid)
                 try:
                     os.killpg(pid, number)
                 except ProcessLookupError:

@@ -51,7 +51,8 @@ async def write(controller: Controller, conditions: Sequence[Unchanged], puts: S
     except NotLeader as error:
         raise ProblemError(503, str(error), headers={"Retry-After": "2"}) from error
     except StoreUnavailable as error:
-        raise away from error
+        unknown = "etcd did not answer in time: it may have been written all the same; look before trying again"
+        raise ProblemError(503, unknown, headers={"Retry-After": "2"}) from error
     if revision is not None:
         await controller.board.reached(revision, ECHO_WAIT_S)
     return revision

@@ -12,7 +12,7 @@ from controller.api.access import Served, job_of, write
 from controller.api.models import GenerationList, JobDetail, JobList, LossTrail
 from controller.history import surviving_lines
 from controller.problem import ProblemError
-from controller.submission import check_spec, new_job_id, parse_spec
+from controller.submission import check_spec, new_job_id, parse_spec, read_body
 from controller.summary import generation_of, job_detail, job_summary, run_directory
 from everstep.protocol.messages import Event, JobSpec, JobState, JobStatus
 from everstep.protocol.store import Put, Unchanged
@@ -38,7 +38,8 @@ SETTLE_WAIT_S = 1.0
 @router.post("", status_code=201, openapi_extra=_SPEC_BODY)
 async def submit(request: Request, response: Response, controller: Served) -> JobDetail:
     """Submit a job: its spec as JSON or YAML. Answers 201 with the job, 422 with the fields at fault."""
-    spec = parse_spec(await request.body(), request.headers.get("content-type", ""))
+    body = await read_body(request)
+    spec = await asyncio.to_thread(parse_spec, body, request.headers.get("content-type", ""))
     spec = await asyncio.to_thread(check_spec, spec, controller.settings.data_root)
     job, now, keys = new_job_id(spec.name), time.time(), controller.keys
     status = JobStatus(job=job, name=spec.name, state=JobState.QUEUED, submitted_at=now, changed_at=now)

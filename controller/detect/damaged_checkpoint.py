@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from controller.detect.faults import rank_faults
+from controller.detect.faults import rank_faults, shortened
 from controller.detect.incident import Finding, Incident
 from controller.detect.patience import Patience
 from controller.view import ClusterView, Job
@@ -31,7 +31,7 @@ def damaged_checkpoint(view: ClusterView, job: Job, now: float, patience: Patien
                 generation=job.plan.generation,
                 at=min(fault.exit.at, fault.seen_at),
                 seen_at=fault.seen_at,
-                message=f"checkpoint {directory} is damaged: {failure.message}",
+                message=f"checkpoint {directory} is damaged: {shortened(failure.message)}",
                 checkpoint=directory,
             )
         ]

@@ -9,6 +9,8 @@ from controller.view import Seen
 from engine.planning.messages import EXIT_AGENT_SILENT
 from everstep.protocol.messages import NodeOutcome, RankExit
 
+LONGEST_TEXT = 1000
+
 
 @dataclass(frozen=True)
 class RankFault:
@@ -30,12 +32,17 @@ class RankFault:
         end = self.exit
         where = f"rank {end.rank} on {self.node} at step {end.step}"
         if end.failure is not None:
-            return f"{where}: {end.failure.error}: {end.failure.message}"
+            return f"{where}: {end.failure.error}: {shortened(end.failure.message)}"
         if end.cause:
             return f"{where}: {end.cause}"
         if end.signal is not None:
             return f"{where}: killed by signal {end.signal}, cause unknown"
         return f"{where}: exit code {end.exit_code}"
+
+
+def shortened(text: str) -> str:
+    """The beginning: what is said of all ranks has to fit into one etcd value. The rank's log has the whole text."""
+    return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]} ... ({len(text)} characters)"
 
 
 def rank_faults(outcomes: Mapping[str, Seen[NodeOutcome]]) -> list[RankFault]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controller.detect.faults import rank_faults
+from controller.detect.faults import rank_faults, shortened
 from controller.detect.incident import Finding, Incident
 from controller.detect.patience import Patience
 from controller.view import ClusterView, Job
@@ -15,6 +15,7 @@ def user_error(view: ClusterView, job: Job, now: float, patience: Patience) -> l
     for fault in rank_faults(job.outcomes_now()):
         failure = fault.exit.failure
         if failure is not None and failure.category == "user":
+            what = f"{failure.error}: {shortened(failure.message)}"
             return [
                 Incident(
                     kind="user_error",
@@ -22,7 +23,7 @@ def user_error(view: ClusterView, job: Job, now: float, patience: Patience) -> l
                     generation=job.plan.generation,
                     at=min(fault.exit.at, fault.seen_at),
                     seen_at=fault.seen_at,
-                    message=f"rank {failure.rank} after {fault.exit.step} steps: {failure.error}: {failure.message}",
+                    message=f"rank {failure.rank} after {fault.exit.step} steps: {what}",
                     ranks=(failure.rank,),
                 )
             ]

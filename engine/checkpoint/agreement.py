@@ -39,7 +39,7 @@ def agree(group: Group, device: torch.device, attempt: Callable[[], T]) -> list[
     """Run ``attempt`` on every member, then tell all; returns what each one returned (it has to fit in JSON).
 
     When it raised on any member, all members raise: the error of the first one, as that member's own exception where
-    it is one of ours. So no member waits for one that failed.
+    it is one of ours, ``elsewhere`` on members that did not fail themselves. So no member waits for one that failed.
     """
     cause: Exception | None = None
     outcome: dict[str, Any]
@@ -52,5 +52,7 @@ def agree(group: Group, device: torch.device, attempt: Callable[[], T]) -> list[
     outcomes = exchange(group, outcome, device)
     for failed in outcomes:
         if "error" in failed:
-            raise from_json(failed["error"]) from cause
+            told = from_json(failed["error"])
+            told.elsewhere = cause is None
+            raise told from cause
     return [o["value"] for o in outcomes]

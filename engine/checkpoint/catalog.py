@@ -26,6 +26,12 @@ def directory_name(step: int, generation: int) -> str:
     return f"step-{step:09d}.g{generation}"
 
 
+def parse_name(name: str) -> tuple[int, int] | None:
+    """Inverse of ``directory_name``: (step, generation), or None when it is no checkpoint's name."""
+    match = _NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
 @dataclass(frozen=True, order=True)
 class CheckpointEntry:
     """One checkpoint directory; entries are in order of (step, generation)."""
@@ -35,19 +41,20 @@ class CheckpointEntry:
     directory: Path
 
 
-def _directories(directory: Path) -> list[CheckpointEntry]:
-    """All directories with a checkpoint's name, newest first, complete or not."""
+def list_directories(directory: Path) -> list[CheckpointEntry]:
+    """All directories with a checkpoint's name, newest first, complete or not. ``directory`` need not exist yet."""
     if not directory.is_dir():
         return []
     found = []
     for path in directory.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match and path.is_dir():
-            found.append(CheckpointEntry(int(match[1]), int(match[2]), path))
+        named = parse_name(path.name)
+        if named and path.is_dir():
+            found.append(CheckpointEntry(*named, path))
     return sorted(found, reverse=True)
 
 
-def _complete(entry: CheckpointEntry) -> bool:
+def is_complete(entry: CheckpointEntry) -> bool:
+    """Whether the checkpoint was published. What it holds may still be damaged."""
     return (entry.directory / MANIFEST).is_file()
 
 
@@ -57,7 +64,7 @@ def _counts(entry: CheckpointEntry, history: Sequence[GenerationStart]) -> bool:
 
 def list_checkpoints(directory: Path, history: Sequence[GenerationStart] = ()) -> list[CheckpointEntry]:
     """The complete checkpoints that count, newest first. ``directory`` need not exist yet."""
-    return [e for e in _directories(directory) if _complete(e) and _counts(e, history)]
+    return [e for e in list_directories(directory) if is_complete(e) and _counts(e, history)]
 
 
 def newest(directory: Path, history: Sequence[GenerationStart] = ()) -> CheckpointEntry | None:
@@ -74,6 +81,47 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
 
 
+def expendable(
+    directory: Path,
+    keep: int,
+    history: Sequence[GenerationStart] = (),
+    *,
+    protected_steps: Collection[int] = (),
+) -> list[CheckpointEntry]:
+    """What retention does not keep, newest first.
+
+    Kept are the ``keep`` (at least 1) newest complete checkpoints that count, and every checkpoint whose step is in
+    ``protected_steps``, such as one that is being restored from. Once there is one that counts, all other complete
+    ones can go, those of ghosts too. Incomplete directories can go when they are of a generation before the newest
+    one in ``history``: what the current generation has not completed may be on its way.
+    """
+    if keep < 1:
+        raise ValueError(f"keep {keep}: at least one checkpoint has to stay")
+    kept = {e.directory for e in list_checkpoints(directory, history)[:keep]}
+    current = max((start.generation for start in history), default=0)
+    return [
+        entry
+        for entry in list_directories(directory)
+        if entry.directory not in kept
+        and entry.step not in protected_steps
+        and (bool(kept) if is_complete(entry) else entry.generation < current)
+    ]
+
+
+def delete(entries: Sequence[CheckpointEntry]) -> list[Path]:
+    """Delete checkpoints; returns the directories that are gone."""
+    deleted = []
+    for entry in entries:
+        try:
+            remove(entry.directory)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+            continue  # a ghost wrote into it or deletes it as well; the next call finds what is left
+        deleted.append(entry.directory)
+    return deleted
+
+
 def prune(
     directory: Path,
     keep: int,
@@ -81,27 +129,5 @@ def prune(
     *,
     protected_steps: Collection[int] = (),
 ) -> list[Path]:
-    """Delete what retention does not keep; returns the deleted directories.
-
-    Kept are the ``keep`` (at least 1) newest complete checkpoints that count, and every checkpoint whose step is in
-    ``protected_steps``, such as one that is being restored from. Once there is one that counts, all other complete
-    ones are deleted, those of ghosts too. Incomplete directories are deleted when they are of a generation before the
-    newest one in ``history``: what the current generation has not completed may be on its way.
-    """
-    if keep < 1:
-        raise ValueError(f"keep {keep}: at least one checkpoint has to stay")
-    kept = {e.directory for e in list_checkpoints(directory, history)[:keep]}
-    current = max((start.generation for start in history), default=0)
-    deleted = []
-    for entry in _directories(directory):
-        if entry.directory in kept or entry.step in protected_steps:
-            continue
-        if kept if _complete(entry) else entry.generation < current:
-            try:
-                remove(entry.directory)
-            except OSError as error:
-                if error.errno != errno.ENOTEMPTY:
-                    raise
-                continue  # a ghost wrote into it meanwhile; the next call finds it again
-            deleted.append(entry.directory)
-    return deleted
+    """Delete what ``expendable`` says; returns the deleted directories."""
+    return delete(expendable(directory, keep, history, protected_steps=protected_steps))

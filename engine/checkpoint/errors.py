@@ -7,7 +7,12 @@ from typing import Any
 
 
 class CheckpointError(Exception):
-    """Base: something failed while saving or loading, on this rank or on another one."""
+    """Base: something failed while saving or loading, on this rank or on another one.
+
+    ``elsewhere``: this rank did its part; it was told of the failure of another one.
+    """
+
+    elsewhere = False
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object from which ``from_json`` makes an equal exception on another rank."""
@@ -25,6 +30,10 @@ class CheckpointDamaged(CheckpointError):
     def to_json(self) -> dict[str, Any]:
         """See ``CheckpointError.to_json``."""
         return {"kind": "damaged", "file": self.file, "reason": self.reason}
+
+
+class CheckpointUnsupported(CheckpointDamaged):
+    """Nothing is wrong with the checkpoint, but another version of this program has to read it."""
 
 
 class CheckpointMismatch(CheckpointError):

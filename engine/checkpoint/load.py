@@ -11,7 +11,7 @@ import torch
 
 from engine.checkpoint.agreement import agree
 from engine.checkpoint.boxes import Box, first_gap
-from engine.checkpoint.errors import CheckpointDamaged, CheckpointMismatch
+from engine.checkpoint.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch
 from engine.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from engine.checkpoint.pieces import Piece, tensors_of
 from engine.checkpoint.reader import Reader
@@ -40,10 +40,12 @@ def load_checkpoint(
     The pieces of all members together have to be the whole model. Without ``group`` this process has all of it.
     ``device`` is where the group's collectives want their tensors. Raises the same on all ranks: CheckpointMismatch,
     before anything is written, when the pieces of all ranks together are not the tensors of the checkpoint;
-    CheckpointDamaged when a manifest or a needed byte is missing or altered on any rank. After CheckpointDamaged the
-    pieces hold a mixture and must not be used before another load.
+    CheckpointDamaged when a manifest or a needed byte is missing or altered on any rank; CheckpointError when only some
+    ranks see the checkpoint at all, which is no fault of the checkpoint's. After CheckpointDamaged the pieces hold a
+    mixture and must not be used before another load.
     """
     began = time.monotonic()
+    _look_together(directory / MANIFEST, group, device)
     loaded: list[Manifest] = []
 
     def look() -> dict[str, dict[str, object]]:
@@ -63,6 +65,16 @@ def load_checkpoint(
         source.close()
     needed = sum(p.data.numel() * p.dtype.itemsize for p in pieces)
     return LoadResult(manifest, needed, source.bytes_read, time.monotonic() - began)
+
+
+def _look_together(manifest: Path, group: Group, device: torch.device) -> None:
+    """Raise CheckpointError on all ranks when only some see ``manifest``: the others lack the file system."""
+    seen = agree(group, device, manifest.exists)
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if 0 < len(blind) < group.size:
+        error = CheckpointError(f"{manifest} is not there for ranks {blind}, for others it is: is the place shared?")
+        error.elsewhere = seen[group.rank]
+        raise error
 
 
 def check_model(manifest: Manifest, model: Mapping[str, TensorEntry]) -> None:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from engine.checkpoint.boxes import Box, covers, first_gap
 from engine.checkpoint.checksums import CHECKSUM_BYTES, num_chunks
-from engine.checkpoint.errors import CheckpointDamaged
+from engine.checkpoint.errors import CheckpointDamaged, CheckpointUnsupported
 
 FORMAT: Literal["everstep-checkpoint"] = "everstep-checkpoint"
 FORMAT_VERSION: Literal[1] = 1
@@ -59,6 +59,11 @@ class TensorEntry(Entry):
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPES[self.dtype][1]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
 
 
 class BoxEntry(Entry):
@@ -173,7 +178,10 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def parse_manifest(raw: bytes, file: str) -> Manifest:
-    """Inverse of ``manifest_bytes``. Raises CheckpointDamaged, naming ``file``, for whatever it cannot stand for."""
+    """Inverse of ``manifest_bytes``. Raises CheckpointDamaged, naming ``file``, for whatever it cannot stand for.
+
+    The error is CheckpointUnsupported when a program of another version wrote it.
+    """
     try:
         loose = json.loads(raw)
     except ValueError as error:
@@ -181,7 +189,7 @@ def parse_manifest(raw: bytes, file: str) -> Manifest:
     if not isinstance(loose, dict) or loose.get("format") != FORMAT:
         raise CheckpointDamaged(file, "is no manifest of a checkpoint")
     if loose.get("format_version") != FORMAT_VERSION:
-        raise CheckpointDamaged(
+        raise CheckpointUnsupported(
             file, f"has format version {loose.get('format_version')}; this program reads version {FORMAT_VERSION}"
         )
     body, seal = raw[:-_SEAL_BYTES], raw[-_SEAL_BYTES:]

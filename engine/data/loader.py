@@ -111,6 +111,8 @@ class BatchLoader:
 class SampleLog:
     """Which samples each step consumed: one line ``{"step": s, "dp": d, "samples": [...]}`` per step and replica.
 
+    ``s`` is the number of completed steps once this one is done, as in the metrics: the first line of a run says 1.
+
     One rank of a replica writes (tp 0 of the first stage), when the step is consumed and not when it is read ahead.
     Lines are appended whole, so a killed rank leaves whole lines and its successor goes on in the same file.
     """
@@ -120,7 +122,7 @@ class SampleLog:
         self._file = Path(path).open("ab", buffering=1 << 22)  # noqa: SIM115  (open for as long as the rank trains)
 
     def write(self, step: int, dp_rank: int, samples: npt.NDArray[np.int64]) -> None:
-        """Append the line of one step."""
+        """Append the line of the step that made ``step`` completed steps."""
         line = json.dumps({"step": step, "dp": dp_rank, "samples": samples.tolist()}, separators=(",", ":"))
         self._file.write(line.encode() + b"\n")
         self._file.flush()

@@ -31,5 +31,5 @@ def adamw_(
     exp_avg_sq.mul_(train.adam_beta2).addcmul_(gradient, gradient, value=1 - train.adam_beta2)
     correction1 = 1 - train.adam_beta1**step
     correction2 = 1 - train.adam_beta2**step
-    denominator = (exp_avg_sq.sqrt() / correction2**0.5).add_(train.adam_eps)
+    denominator = exp_avg_sq.sqrt().div_(correction2**0.5).add_(train.adam_eps)
     weight.addcdiv_(exp_avg, denominator, value=-(lr / correction1))

@@ -18,6 +18,7 @@ from engine.checkpoint.pieces import Piece, flat_pieces
 from engine.data_parallel.adamw import adamw_
 from engine.data_parallel.buckets import Bucket, ParameterBuckets, Slot
 from engine.groups import Groups
+from engine.parameters import Segment
 from engine.planning.config import TrainConfig
 
 _NORM_CHUNK = 1 << 22
@@ -90,6 +91,24 @@ class DistributedOptimizer:
         Weights are the fp32 masters whatever the precision of the model.
         """
         return [piece for shard in self._shards for slot in shard.bucket.slots for piece in self._pieces(shard, slot)]
+
+    @torch.no_grad()
+    def initialise(self, whole_of: Callable[[Segment], Tensor]) -> None:
+        """Begin at step 0 with the weights that ``whole_of`` gives: a segment's whole global tensor, fp32 on the CPU.
+
+        They go into the fp32 masters as they are, so a bf16 run starts from the very state of an fp32 run. At no time
+        is more than one global tensor in memory.
+        """
+        for shard in self._shards:
+            for slot in shard.bucket.slots:
+                pieces = list(self._pieces(shard, slot))
+                for segment in slot.spec.segments:
+                    mine = [piece for piece in pieces if piece.name == f"weight/{segment.name}"]
+                    whole = whole_of(segment) if mine else None
+                    for piece in mine:
+                        assert whole is not None
+                        piece.data.copy_(whole[piece.box.slices])
+        self.after_load(0)
 
     @torch.no_grad()
     def after_load(self, step: int) -> None:

@@ -25,7 +25,7 @@ from engine.models.attention import SelfAttention
 from engine.models.mlp import MLP
 from engine.models.norm import Norm
 from engine.models.rotary import rotary_table
-from engine.parameters import ParameterSpec, Segment, attach, fill, global_init, spec_of
+from engine.parameters import ParameterSpec, Segment, attach, global_init, spec_of
 from engine.planning.config import ModelConfig
 from engine.tensor_parallel.embedding import VocabParallelEmbedding, vocab_parallel_weight
 from engine.tensor_parallel.head import VocabParallelHead
@@ -187,10 +187,3 @@ def initial_values(config: ModelConfig, seed: int) -> Callable[[Segment], Tensor
     """
     scaled = config.init_std / (2 * config.num_layers) ** 0.5
     return lambda segment: global_init(segment, seed=seed, std=config.init_std, scaled_std=scaled)
-
-
-def initialise(stage: Stage, config: ModelConfig, seed: int) -> None:
-    """Fill every parameter of ``stage``; at no time is more than one global tensor in memory."""
-    values = initial_values(config, seed)
-    for parameter in stage.parameters():
-        fill(parameter, spec_of(parameter), values)

@@ -99,11 +99,6 @@ class LocalCluster:
         return self._url
 
     @property
-    def etcd_endpoint(self) -> str:
-        """Where etcd listens, HOST:PORT."""
-        return self.etcd.endpoint
-
-    @property
     def node_names(self) -> tuple[str, ...]:
         """All nodes of the cluster, running or not."""
         return tuple(f"node-{number}" for number in range(self.settings.num_nodes))

@@ -28,6 +28,9 @@ _UNAVAILABLE = (
     grpc.StatusCode.ABORTED,
 )
 
+_PASSING = ("too many requests", "database space exceeded")
+"""What etcd runs out of for a while: trying again helps. (It does not when a value is too large.)"""
+
 
 class Compacted(StoreUnavailable):
     """The revision asked for is gone; list anew."""
@@ -126,6 +129,8 @@ class Connection:
             return StoreUnavailable(text)
         if code in _UNAVAILABLE:
             self._use_next(endpoint)
+            return StoreUnavailable(text)
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(part in details for part in _PASSING):
             return StoreUnavailable(text)
         if code is grpc.StatusCode.OUT_OF_RANGE and "compacted" in details:
             return Compacted(text)

@@ -11,13 +11,13 @@ import asyncio
 import contextlib
 import hmac
 import json
-import os
 import ssl
-import stat
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+
+from everstep.protocol.secret_file import read_secret
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 64 * 1024 * 1024
@@ -48,14 +48,7 @@ class Frame:
 
 def read_token(path: Path) -> str:
     """The shared token. Raises ValueError when the file is missing, open to others, or the token is too short."""
-    try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            token = file.read().strip()
-    except OSError as error:
-        raise ValueError(f"token file {path}: {error.strerror}") from error
-    if stat.S_IMODE(mode) & 0o077:
-        raise ValueError(f"token file {path}: others may read it; set its mode to 0600")
+    token = read_secret(path, "token file")
     if len(token) < MIN_TOKEN_LENGTH:
         raise ValueError(f"token file {path}: the token has fewer than {MIN_TOKEN_LENGTH} characters")
     return token
@@ -131,7 +124,7 @@ async def hold(
     async with asyncio.timeout(timeout_s):
         reader, writer, _ = await _open(host, port, token, ssl_context)
     try:
-        while await read_frame(reader) is not None:
+        while await read_frame(reader, max_payload_bytes=0) is not None:
             pass
     finally:
         writer.close()
@@ -143,7 +136,7 @@ async def _open(
     reader, writer = await asyncio.open_connection(host, port, ssl=ssl_context)
     try:
         await write_frame(writer, {"op": "hello", "token": token})
-        frame = await read_frame(reader)
+        frame = await read_frame(reader, max_payload_bytes=0)
         if frame is None:
             raise ConnectionResetError(f"{host}:{port} closed the connection")
         if not frame.header.get("ok"):
@@ -157,7 +150,7 @@ async def _open(
 def _parse(data: bytes) -> dict[str, Any]:
     try:
         header = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LinkError("a frame header is not JSON") from error
     if not isinstance(header, dict):
         raise LinkError("a frame header is not a JSON object")

@@ -226,6 +226,7 @@ class JobStatus(Message):
     drain_for: Literal["", "grow"] = Field(default="", description="why the running generation is asked to stop")
     incident: dict[str, Any] | None = Field(default=None, description="the fault being recovered from")
     bad_checkpoints: tuple[str, ...] = ()
+    trouble: str = Field(default="", description="the controller's own error over this job; nobody queues behind it")
 
 
 class Event(Message):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import grpc
+if TYPE_CHECKING:
+    import grpc
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,27 @@ def user_of(settings: StoreSettings) -> tuple[str, str] | None:
     return settings.username, settings.password
 
 
-def credentials_of(settings: StoreSettings) -> grpc.ChannelCredentials | None:
-    """For TLS, if it is asked for. Raises ValueError with the field."""
+def tls_of(settings: StoreSettings) -> tuple[bytes, bytes | None, bytes | None] | None:
+    """Certificate authority, our key, our certificate, if TLS is asked for. Raises ValueError with the field."""
     if (settings.cert_file is None) != (settings.key_file is None):
         raise ValueError("cert_file, key_file: give both or neither")
     if settings.ca_file is None:
         if settings.cert_file is not None:
             raise ValueError("ca_file: needed with cert_file")
         return None
-    return grpc.ssl_channel_credentials(
-        root_certificates=_read("ca_file", settings.ca_file),
-        private_key=_read("key_file", settings.key_file) if settings.key_file is not None else None,
-        certificate_chain=_read("cert_file", settings.cert_file) if settings.cert_file is not None else None,
+    return (
+        _read("ca_file", settings.ca_file),
+        _read("key_file", settings.key_file) if settings.key_file is not None else None,
+        _read("cert_file", settings.cert_file) if settings.cert_file is not None else None,
     )
+
+
+def credentials_of(settings: StoreSettings) -> grpc.ChannelCredentials | None:
+    """For TLS, if it is asked for. Raises ValueError with the field."""
+    import grpc  # here, so that settings can be read by a process that must stay small before it forks
+
+    tls = tls_of(settings)
+    return None if tls is None else grpc.ssl_channel_credentials(*tls)
 
 
 def _read(name: str, path: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from controller.view import ClusterView, Job, Seen
+from controller.view import ClusterView, Job, OnDisk, Seen
 from engine.planning.layout import Layout
 from engine.planning.messages import Failure, GenerationStart, Meeting, Phase, RestorePoint
 from everstep.protocol.messages import (
@@ -187,6 +187,7 @@ def job(
     state: JobState = JobState.RUNNING,
     outcomes: tuple[Seen[NodeOutcome], ...] = (),
     checkpoints: tuple[CheckpointRecord, ...] = (),
+    on_disk: OnDisk | None = OnDisk(),  # noqa: B008 (immutable): somebody has looked, and saw nothing
     **status: Any,
 ) -> Job:
     generation = of_plan.generation if of_plan else 0
@@ -208,6 +209,7 @@ def job(
         plans={generation: of_plan} if of_plan else {},
         outcomes={generation: by_node} if of_plan else {},
         checkpoints={f"{c.step}.g{c.generation}": c for c in checkpoints},
+        on_disk=on_disk,
     )
 
 

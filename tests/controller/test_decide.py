@@ -10,11 +10,12 @@ import pytest
 from controller import decide
 from controller.decide import Policy
 from controller.detect import Incident
-from controller.restore import newest_restore_point
+from controller.reconcile import reconcile
+from controller.restore import newest_checkpoint
 from controller.scheduler import free_nodes, place
-from controller.view import Job, NodeVerdict
+from controller.view import Job, NodeVerdict, OnDisk
 from engine.planning.layout import Layout
-from engine.planning.messages import GenerationStart
+from engine.planning.messages import GenerationStart, RestorePoint
 from everstep.protocol.link import Verdict
 from everstep.protocol.messages import Event, JobState
 from tests.controller.specs import checkpoint, exit_of, job, node, nodes_of, outcome, plan, rank_status, spec, view
@@ -127,8 +128,38 @@ def test_a_damaged_checkpoint_goes_back_to_the_next_older_one() -> None:
 def test_which_checkpoint_counts(history: Any, records: Any, bad: Any, expected: Any) -> None:
     starts = [GenerationStart(generation=g, start_step=s) for g, s in history]
     bad_directories = [checkpoint(*one).directory for one in bad]
-    found = newest_restore_point([checkpoint(*one) for one in records], starts, bad_directories)
+    found = newest_checkpoint([checkpoint(*one) for one in records], starts, bad_directories)
     assert (found and (found.step, found.generation)) == expected
+
+
+def on_disk(*checkpoints: tuple[int, int], gone: tuple[tuple[int, int], ...] = ()) -> OnDisk:
+    found = (RestorePoint(step=s, generation=g, directory=checkpoint(s, g).directory) for s, g in checkpoints)
+    return OnDisk(tuple(found), frozenset(checkpoint(*one).directory for one in gone))
+
+
+@pytest.mark.parametrize(
+    ("disk", "restored"),
+    [
+        (OnDisk(), 20),  # it could not be listed
+        (on_disk((10, 1), (20, 1), (30, 1)), 30),  # the index is behind
+        (on_disk((10, 1), (40, 1), gone=((20, 1),)), 40),  # retention went on as well
+        (on_disk((10, 1), gone=((20, 1),)), 10),
+        (on_disk(gone=((10, 1), (20, 1))), 0),
+        (on_disk((20, 1), (60, 0)), 20),  # a ghost's
+    ],
+)
+def test_the_disk_corrects_the_index(disk: OnDisk, restored: int) -> None:
+    saved = (checkpoint(10), checkpoint(20))
+    one = job(of_plan=plan(Layout(dp=8), FOUR, history=((0, 0), (1, 0))), checkpoints=saved, on_disk=disk)
+    decision = decide.decide(view(FOUR, one), one, dead(), 100.0, POLICY)
+    assert decision.kind == "replan" and (decision.restore.step if decision.restore else 0) == restored
+
+
+def test_nothing_is_planned_before_somebody_has_looked_at_the_disk() -> None:
+    one = job(of_plan=plan(Layout(dp=8), FOUR), checkpoints=(checkpoint(10),), on_disk=None)
+    assert decide.decide(view(FOUR, one), one, dead(), 100.0, POLICY) == decide.LOOK
+    action = reconcile(view(FOUR, one, verdicts={"b": NodeVerdict("a", Verdict.REFUSED, 99.0)}), one, 100.0, POLICY)
+    assert action.look_at_disk and action.status is None
 
 
 class TestGrowth:
@@ -161,6 +192,7 @@ class TestGrowth:
         fixed = spec(layout=Layout(tp=2, pp=2, dp=2).model_dump())
         decision = self.decision(job(fixed, of_plan=self.small))
         assert decision.kind == "drain" and decision.layout == fixed.layout
+        assert decision.reason.count("the layout that the job asks for") == 1
 
     def test_not_away_from_the_layout_that_the_user_fixed(self) -> None:
         fixed = spec(layout=Layout(dp=6).model_dump())
@@ -219,6 +251,13 @@ class TestQueue:
         assert "waiting for devices" in decide.first_placement(both, first).reason
         assert decide.first_placement(both, second).reason == "waiting in the queue behind k"
 
+    def test_nobody_waits_behind_a_job_that_the_controller_fails_on(self) -> None:
+        failing = replace(job(state=JobState.QUEUED, trouble="KeyError: 1"), id="k")
+        second = replace(job(state=JobState.QUEUED), id="l")
+        both = view(FOUR, failing, second)
+        assert decide.first_placement(both, second).kind == "replan"
+        assert decide.first_placement(both, failing).kind == "replan"  # its turn comes before the second's
+
     def test_a_job_that_can_never_fit_blocks_nobody(self) -> None:
         huge = replace(job(spec(resources__min_ranks=40), state=JobState.QUEUED), id="k")
         small = replace(job(state=JobState.QUEUED), id="l")
@@ -232,6 +271,20 @@ class TestQueue:
         )
         both = view(nodes, ended, small)
         assert [(free.record.node, len(free.devices)) for free in free_nodes(both, small)] == [("a", 2)]
+
+    def test_devices_of_an_older_generation_are_held_until_its_ranks_are_gone(self) -> None:
+        nodes = nodes_of("a b")
+        waiting = replace(job(state=JobState.QUEUED), id="k")
+        old, new = plan(Layout(dp=4), nodes), plan(Layout(dp=2), {"a": nodes["a"]}, generation=2)
+
+        def free(**told: Any) -> list[str]:
+            moved = replace(
+                job(of_plan=new), plans={1: old, 2: new}, outcomes={1: {"b": outcome(nodes["b"], **told)}, 2: {}}
+            )
+            return [free.record.node for free in free_nodes(view(nodes, moved, waiting), waiting)]
+
+        assert free(all_gone=False) == []
+        assert free(all_gone=True) == ["b"]
 
 
 def test_tp_groups_are_placed_within_nodes() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.groups import MAX
+from engine.groups import MAX, CollectiveError
 from engine.planning.layout import Layout
 from tests.harness import groups_of, run_ranks
 
@@ -58,3 +58,44 @@ def test_each_group_reduces_over_its_own_ranks(layout):
         }
         for name, ranks in members.items():
             assert sums[name] == sum(ranks)
+
+
+def _loses_its_peer(rank, store, operation):
+    groups = groups_of(Layout(pp=2), rank, store, timeout_s=20)
+    groups.world.barrier()
+    if rank == 1:
+        return "gone"
+    value = torch.ones(2)
+    operations = {
+        "all_reduce": lambda group: group.all_reduce(value).wait(),
+        "all_gather": lambda group: group.all_gather(torch.empty(4), value).wait(),
+        "reduce_scatter": lambda group: group.reduce_scatter(torch.empty(1), value).wait(),
+        "barrier": lambda group: group.barrier(),
+        "send": lambda group: group.send(value, 1).wait(),
+        "receive": lambda group: group.receive(value, 1).wait(),
+    }
+    raised = []
+    for _ in range(3):  # the first may still go out; after that the connection is known to be broken
+        try:
+            operations[operation](groups.world)
+        except CollectiveError:
+            raised.append("CollectiveError")
+    return raised
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter", "barrier", "send", "receive"])
+def test_a_lost_peer_is_a_collective_error_whatever_was_going_on(operation):
+    """Any other exception would be taken for a fault of the rank that survived."""
+    raised, gone = run_ranks(2, _loses_its_peer, operation)
+    assert gone == "gone"
+    assert raised and set(raised) == {"CollectiveError"}
+
+
+def _comes_alone(rank, store):
+    with pytest.raises(CollectiveError):
+        groups_of(Layout(dp=2), rank, store, timeout_s=0.5)
+    return True
+
+
+def test_a_peer_that_does_not_come_to_the_meeting_is_a_collective_error():
+    assert run_ranks(1, _comes_alone) == [True]

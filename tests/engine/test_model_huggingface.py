@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.models.transformer import Stage
-from engine.parameters import fill, spec_of
+from engine.parameters import spec_of
 from engine.planning.config import ModelConfig
 from engine.planning.layout import Layout
 from tests.harness import groups_of, run_ranks
+from tests.weights import fill
 
 LLAMA = ModelConfig(
     num_layers=3,

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.transformer import Stage, initialise
+from engine.models.transformer import Stage
 from engine.parameters import spec_of
 from engine.planning.config import ModelConfig
 from engine.planning.layout import Layout
 from tests.harness import groups_of, run_ranks
 from tests.reference import initial_weights, reference_model
+from tests.weights import initialise
 
 SEED = 7
 SEQUENCE, BATCH = 16, 2

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.models.transformer import Stage, initialise
+from engine.models.transformer import Stage
 from engine.parameters import spec_of
 from engine.planning.config import ModelConfig, TrainConfig
 from engine.planning.flops import num_parameters
@@ -12,6 +12,7 @@ from engine.planning.layout import Layout, illegal_reasons
 from engine.planning.presets import PRESETS, preset
 from tests.harness import groups_of, run_ranks
 from tests.reference import initial_weights
+from tests.weights import initialise
 
 CPU = torch.device("cpu")
 

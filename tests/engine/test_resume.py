@@ -78,3 +78,11 @@ def test_vocabulary_padding_does_not_depend_on_the_layout_and_never_shows(multip
         point = newest_checkpoint(config, until, generation)
     manifest = json.loads((Path(point.directory) / "manifest.json").read_text())
     assert manifest["tensors"]["weight/embedding.tokens.weight"]["shape"][0] == 1003
+
+
+def test_another_global_batch_is_refused(corpus, tmp_path):
+    """The position in the data counts global batches: with another batch samples would be skipped or repeated."""
+    train(tiny_run(corpus, tmp_path, train_steps=2), Layout())
+    config = tiny_run(corpus, tmp_path, global_batch_size=4)
+    with pytest.raises(AssertionError, match=r"train\.global_batch_size 4: .* has consumed 16 samples in 2 steps"):
+        train(config, Layout(), generation=2, restore=newest_checkpoint(config, 2))

@@ -90,7 +90,7 @@ async def test_ping_and_unknown_op() -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answers = []
     for header in ({"op": "hello", "token": TOKEN}, {"op": "ping"}, {"op": "dance"}):
-        await write_frame(writer, header, b"" if header["op"] == "hello" else b"raw bytes")
+        await write_frame(writer, header)
         frame = await read_frame(reader)
         assert frame is not None
         answers.append(frame.header)
@@ -99,6 +99,8 @@ async def test_ping_and_unknown_op() -> None:
         {"ok": True},
         {"ok": False, "error": "unknown op 'dance'"},
     ]
+    await write_frame(writer, {"op": "ping"}, b"bytes that nobody asked for")
+    assert await read_frame(reader) is None
     writer.close()
     await endpoint.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -11,20 +12,25 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from engine.agent_link import AgentLink
 from engine.planning.messages import EXIT_AGENT_SILENT, Ended, Failure, Hello, Progress
-from everstep.protocol.store import Store, StoreError, StoreUnavailable
-from tests.coroutines import in_event_loop
+from everstep.protocol.keys import Keys
+from everstep.protocol.messages import Heartbeat, NodeRecord, RankStatus
+from everstep.protocol.store import Lease, Store, StoreError, StoreUnavailable
+from tests.coroutines import in_event_loop, until
+from worker import logs
 from worker.local_rank import LocalRank, cause_of, tail
 from worker.logs import rotate
 from worker.outbox import Outbox
 from worker.preflight import DeviceChoice, peak_flops_of
-from worker.processes import Process, all_processes, kill, look_up
+from worker.processes import Process, all_processes, is_ending, kill, look_up
 from worker.rank_lines import RankLines
+from worker.registration import Registration
 from worker.state_dir import StateDir
 from worker.warm_client import Ending
 
@@ -265,3 +271,97 @@ async def test_stranger_under_a_ranks_name_is_turned_away(tmp_path: Path) -> Non
         writer.close()
     assert rank.ended is None
     lines.close()
+
+
+@in_event_loop
+async def test_a_full_disk_does_not_end_the_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def full(log: Path) -> bool:
+        tried.append(log)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(logs, "rotate", full)
+    monkeypatch.setattr(logs, "_LOOK_S", 0.01)
+    task = asyncio.create_task(logs.keep_rotating(lambda: [tmp_path / "log"]))
+    await until(lambda: len(tried) > 2)
+    task.cancel()
+
+
+def test_a_log_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    assert "cannot be read" in tail(tmp_path)
+
+
+def _record(port: int = 1, incarnation: str = "ours") -> NodeRecord:
+    return NodeRecord(
+        node="n",
+        incarnation=incarnation,
+        host="127.0.0.1",
+        port=port,
+        meeting_port=1,
+        devices=(),
+        pid=1,
+        started_at=0.0,
+    )
+
+
+@in_event_loop
+async def test_a_stranger_at_the_port_of_the_names_holder_ends_nothing() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    holder = _record(server.sockets[0].getsockname()[1], "theirs")
+    registration = Registration(cast(Store, None), Keys(), _record(), "t" * 16, 2, statuses=lambda: ())
+    assert not await registration._may_replace(holder)
+    server.close()
+
+
+class _BeatenStore:
+    """Takes heartbeats, a little late."""
+
+    def __init__(self) -> None:
+        self.beats: list[tuple[float, Heartbeat]] = []
+
+    async def put(self, key: str, value: bytes, *, lease: int = 0) -> int:
+        await asyncio.sleep(0.02)
+        self.beats.append((time.monotonic(), Heartbeat.model_validate_json(value)))
+        return 1
+
+
+@in_event_loop
+async def test_progress_shows_every_second_whatever_else_is_told() -> None:
+    """Beats for news put off the next regular one; each tells how far the ranks are by then."""
+    store, began = _BeatenStore(), time.monotonic()
+
+    def statuses() -> tuple[RankStatus, ...]:
+        step = int((time.monotonic() - began) * 100)
+        return (
+            RankStatus(job="j", generation=1, rank=0, device=0, pid=1, phase="stepping", step=step, since=time.time()),
+        )
+
+    registration = Registration(cast(Store, store), Keys(), _record(), "t" * 16, 2, statuses=statuses)
+    registration._lease = cast(Lease, SimpleNamespace(id=1))
+    task = asyncio.create_task(registration.keep_beating())
+    for pause_s in (0.7, 0.7, 1.2):
+        await asyncio.sleep(pause_s)
+        registration.beat()
+    task.cancel()
+    times = [began, *(at for at, _ in store.beats)]
+    assert max(after - before for before, after in itertools.pairwise(times)) < 1.1
+    assert all(beat.ranks[0].step > (at - began) * 100 - 10 for at, beat in store.beats)
+
+
+def test_a_process_with_a_sigkill_on_its_way_is_ending_and_a_stopped_one_is_not():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not is_ending(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        assert not is_ending(process.pid)
+        process.send_signal(signal.SIGKILL)
+        assert is_ending(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    assert is_ending(process.pid)

@@ -15,6 +15,7 @@ from engine.checkpoint.errors import CheckpointSaveError, CheckpointSuperseded
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.pieces import Piece
 from engine.checkpoint.save import save_checkpoint
+from engine.failure import categorise
 from engine.groups import CollectiveError
 from engine.planning.layout import Layout
 from engine.planning.messages import GenerationStart
@@ -169,6 +170,7 @@ def _fails(rank, store, directory, call, number, failing_rank):
     try:
         save(directory, filled(pieces_of(PAIR, rank)), groups.world)
     except CheckpointSaveError as error:
+        assert categorise(error, stepped=True) == ("internal" if rank == failing_rank else "collective")
         return error.file, error.reason, error.errno
     return None
 

@@ -14,8 +14,10 @@ import torch
 
 from engine.agent_link import AgentLink
 from engine.checkpoint.catalog import prune
+from engine.checkpoint.errors import CheckpointDamaged
 from engine.checkpoint.fence import claim, newest_claim
 from engine.checkpoint.load import load_checkpoint
+from engine.checkpoint.quarantine import set_aside_after_load
 from engine.checkpoint.save import save_checkpoint
 from engine.data.loader import BatchLoader, CorpusSamples, MicroBatch, SampleLog
 from engine.data_parallel.buckets import ParameterBuckets
@@ -85,10 +87,16 @@ class Trainer:
         self.telemetry.lap("restore")
 
     def _restore(self, point: RestorePoint) -> None:
-        """Take over the state of ``point``. Raises ValueError when this run would go on with other samples."""
-        loaded = load_checkpoint(
-            self.optimizer.pieces(), Path(point.directory), self.groups.world, device=self.device
-        ).manifest
+        """Take over the state of ``point``. Raises ValueError when this run would go on with other samples.
+
+        A checkpoint that turns out to be damaged is set aside, so that no later start takes it.
+        """
+        directory, world = Path(point.directory), self.groups.world
+        try:
+            loaded = load_checkpoint(self.optimizer.pieces(), directory, world, device=self.device).manifest
+        except CheckpointDamaged as damage:
+            told = set_aside_after_load(damage, directory, world, self.device, self._is_current)
+            raise told from damage.__cause__
         batch = self.launch.run.train.global_batch_size
         if loaded.consumed_samples != point.step * batch:
             raise ValueError(

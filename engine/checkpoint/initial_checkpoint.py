@@ -1,7 +1,7 @@
 """A checkpoint from weights alone: the state of a run that starts at step 0 from these weights.
 
-Moments are there and zero, as they are in such a run, so the checkpoint is like every other: any layout loads it, and no
-reader has a special case. They take twice the space of the weights on disk and none in memory.
+Moments are there and zero, as they are in such a run, so the checkpoint is like every other: any layout loads it, and
+no reader has a special case. They take twice the space of the weights on disk and none in memory.
 """
 
 from __future__ import annotations

@@ -99,9 +99,9 @@ def list_set_aside(directory: Path) -> list[SetAside]:
 
 
 def really_damaged(checkpoint: Path, file: str) -> bool:
-    """A second look at ``file``, the path that a CheckpointDamaged names: are its bytes, as this process reads them, wrong?
+    """Whether ``file``, the path that a CheckpointDamaged names, is damaged when this process looks at it again.
 
-    False when they are right (then the fault was the other reader's, not the disk's), when they cannot be read (that
+    False when its bytes are right (the fault was the other reader's, not the disk's), when they cannot be read (that
     may pass), when another version of the program wrote them, and when the checkpoint is not complete.
     """
     try:
@@ -133,8 +133,8 @@ def set_aside_after_load(
     """Set ``checkpoint`` aside after ``load_checkpoint`` raised ``damage``; every member of ``group`` calls it.
 
     No member reads any more then: they all agreed on the damage. Rank 0 looks again, and asks ``still_current``, so
-    that neither a fault of one reader nor a ghost takes a good checkpoint away. Returns the same damage, its reason
-    going on with what became of the checkpoint. ``device`` is where the group's collectives want their tensors.
+    that neither a fault of one reader nor a ghost takes a good checkpoint away. Returns the damage to raise: its
+    reason goes on with what became of the checkpoint. ``device`` is where the group's collectives want their tensors.
     """
 
     def attempt() -> str | None:

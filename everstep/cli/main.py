@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from everstep.cli.cancel import cancel
+from everstep.cli.checkpoint import app as checkpoint
 from everstep.cli.demo import demo
 from everstep.cli.list_jobs import list_jobs
 from everstep.cli.nodes import nodes
@@ -31,6 +32,7 @@ app.command()(watch)
 app.command()(cancel)
 app.command()(nodes)
 app.command()(preprocess)
+app.add_typer(checkpoint)
 
 
 def main() -> None:

@@ -7,12 +7,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.catalog import CheckpointEntry, is_complete, list_checkpoints, list_directories
+from engine.checkpoint.catalog import CheckpointEntry, is_complete, list_checkpoints, list_directories, parse_name
 from engine.checkpoint.errors import CheckpointDamaged
-from engine.checkpoint.manifest import Manifest, read_manifest
-from engine.checkpoint.quarantine import SetAside, list_set_aside
+from engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from engine.checkpoint.quarantine import SetAside, is_set_aside, list_set_aside
 from engine.checkpoint.retention import history_on_disk
 from engine.checkpoint.verify import Finding
+
+
+def is_checkpoint_directory(directory: Path) -> bool:
+    """Whether ``directory`` is that of one checkpoint, complete or not, set aside or not, whatever its name is."""
+    named = parse_name(directory.name) is not None or is_set_aside(directory)
+    return (directory / MANIFEST).exists() or (named and directory.is_dir())
 
 
 def checkpoints_directory(directory: Path) -> Path:
@@ -20,6 +26,8 @@ def checkpoints_directory(directory: Path) -> Path:
 
     Raises FileNotFoundError when it does not exist, ValueError when there are no checkpoints in it.
     """
+    if is_checkpoint_directory(directory):
+        raise ValueError(f"{directory} is a checkpoint itself; name the directory that it is in")
     for place in (directory / "checkpoints", directory):
         if list_directories(place) or list_set_aside(place):
             return place

@@ -78,6 +78,11 @@ def release(checkpoint: Path) -> Path:
     return target
 
 
+def is_set_aside(checkpoint: Path) -> bool:
+    """Whether the directory ``checkpoint`` has the name of one that was set aside."""
+    return _NAME.fullmatch(checkpoint.name) is not None
+
+
 def list_set_aside(directory: Path) -> list[SetAside]:
     """What was set aside in ``directory``, which need not exist, newest first."""
     if not directory.is_dir():

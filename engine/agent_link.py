@@ -13,11 +13,9 @@ import threading
 
 from engine.planning.messages import (
     EXIT_AGENT_SILENT,
-    CheckpointCommitted,
-    Ended,
+    AnyFromRank,
     Failure,
     Hello,
-    Progress,
     RankLaunch,
     StopRequest,
     from_agent,
@@ -57,7 +55,7 @@ class AgentLink:
         """The agent's request to stop, once it has come."""
         return self._stop
 
-    def send(self, message: Hello | Progress | CheckpointCommitted | Failure | Ended) -> None:
+    def send(self, message: AnyFromRank) -> None:
         """Send one message; safe from any thread. Never raises: an agent that is gone ends this process by itself.
 
         It waits only when an agent that does not read has let the line fill up, at most for the silence limit.

@@ -142,6 +142,8 @@ class Groups:
 
     ``embedding`` holds the ranks of the first and the last pipeline stage that share tied embedding weights.
     ``pp_backward`` has the members of ``pp`` and carries gradients, ``pp`` carries activations.
+    ``checkpoint`` has all ranks and wants tensors on the CPU, whatever the others run on: it belongs to the thread that
+    saves, whose collectives would mix with those of training otherwise.
     """
 
     layout: Layout
@@ -153,6 +155,7 @@ class Groups:
     pp: Group
     pp_backward: Group
     embedding: Group
+    checkpoint: Group
 
     @property
     def is_first_stage(self) -> bool:
@@ -191,7 +194,7 @@ def build_groups(
     at = layout.coordinates(rank)
     timeout = timedelta(seconds=timeout_s)
 
-    def build(name: str, members: list[int]) -> Group:
+    def build(name: str, members: list[int], device: torch.device = device) -> Group:
         place = members.index(rank)
         if len(members) == 1:
             return Group(name, tuple(members), place, None)
@@ -218,4 +221,5 @@ def build_groups(
         pp=pp,
         pp_backward=pp_backward,
         embedding=build("embedding", line("pp", ends) if at.pp in ends else [rank]),
+        checkpoint=build("checkpoint", list(range(layout.world_size)), torch.device("cpu")),
     )

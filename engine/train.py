@@ -11,33 +11,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from engine.agent_link import AgentLink
-from engine.checkpoint.catalog import prune
 from engine.checkpoint.errors import CheckpointDamaged
-from engine.checkpoint.fence import claim, newest_claim
+from engine.checkpoint.fence import claim
 from engine.checkpoint.load import load_checkpoint
 from engine.checkpoint.quarantine import set_aside_after_load
-from engine.checkpoint.save import save_checkpoint
 from engine.data.loader import BatchLoader, CorpusSamples, MicroBatch, SampleLog
 from engine.data_parallel.buckets import ParameterBuckets
 from engine.data_parallel.distributed_optimizer import DistributedOptimizer
 from engine.groups import Groups
+from engine.models.dropout import MaskKey
 from engine.models.transformer import Stage, initial_values
 from engine.pipeline.executor import run_step
 from engine.pipeline.schedules import one_forward_one_backward
-from engine.planning.messages import CheckpointCommitted, RankLaunch, RestorePoint
+from engine.planning.messages import RankLaunch, RestorePoint
 from engine.planning.schedule import learning_rate
 from engine.precision import model_dtype
+from engine.saving import CheckpointSaver
 from engine.telemetry import Telemetry
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks agreed on at a step border: whether to stop, and whether to save first."""
+    """What all ranks agreed on at a step border: whether to stop, and whether to save first.
+
+    ``saves_failed``: saves went wrong, so that this generation has to end.
+    """
 
     now: bool
     save: bool
+    saves_failed: bool
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,9 @@ class Trainer:
         self.stage = Stage(run.model, groups, dtype=model_dtype(train.precision), device=device)
         self.buckets = ParameterBuckets(list(self.stage.parameters()), groups, bucket_size_mb=train.bucket_size_mb)
         self.optimizer = DistributedOptimizer(self.buckets, groups, train)
+        self.saver = CheckpointSaver(launch, self.checkpoints, groups.checkpoint, link, self.optimizer.pieces())
         mine = launch.layout.microbatches_of_replica(groups.at.dp, train.num_microbatches)
+        self.first_microbatch = mine.start
         self.schedule = one_forward_one_backward(groups.at.pp, launch.layout.pp, len(mine))
         self.loader: BatchLoader | None = None
         self.sample_log: SampleLog | None = None
@@ -95,7 +102,7 @@ class Trainer:
         try:
             loaded = load_checkpoint(self.optimizer.pieces(), directory, world, device=self.device).manifest
         except CheckpointDamaged as damage:
-            told = set_aside_after_load(damage, directory, world, self.device, self._is_current)
+            told = set_aside_after_load(damage, directory, world, self.device, self.saver.is_current)
             raise told from damage.__cause__
         batch = self.launch.run.train.global_batch_size
         if loaded.consumed_samples != point.step * batch:
@@ -106,7 +113,10 @@ class Trainer:
         self.optimizer.after_load(point.step)
 
     def run(self) -> Outcome:
-        """Train until the run is complete or all ranks agreed to stop."""
+        """Train until the run is complete or all ranks agreed to stop; the newest save is published then.
+
+        Raises CheckpointError when the last save failed, or too many in a row.
+        """
         train, interval = self.launch.run.train, self.launch.run.checkpoint.save_interval
         step = self.launch.start_step
         self.telemetry.phase("stepping")
@@ -115,12 +125,15 @@ class Trainer:
                 stop = self._step(step)
                 step += 1
                 last = step == train.train_steps
+                if stop.saves_failed:
+                    self.saver.raise_failure()
                 if last or step % interval == 0 or stop.save:
-                    self._save(step)
+                    self._save(step, wait=last or stop.save)
                 if stop.now and not last:
                     self.telemetry.phase("stopping")
-                    return Outcome(step=step, complete=False)
-            return Outcome(step=step, complete=True)
+                    break
+            self.saver.close()
+            return Outcome(step=step, complete=step == train.train_steps)
         finally:
             self._close()
 
@@ -132,8 +145,14 @@ class Trainer:
         batch = [MicroBatch(tokens.to(self.device), targets.to(self.device)) for tokens, targets in read]
         lr = learning_rate(step, train)
         tokens = train.global_batch_size * train.sequence_length
+
+        def stage(inputs: Tensor, targets: Tensor | None, microbatch: int) -> Tensor:
+            key = MaskKey(train.seed, step, self.first_microbatch + microbatch)
+            output: Tensor = self.stage(inputs, targets, key)
+            return output
+
         result = run_step(
-            self.stage,
+            stage,
             self.schedule,
             self.groups,
             batch.__getitem__ if batch else _no_batch,
@@ -144,61 +163,32 @@ class Trainer:
             before_last_backward=self.buckets.arm,
         )
         self.buckets.finish()
-        # One collective carries the gradient norm, the loss and the wish to stop: every rank then knows the same.
+        # One collective carries the gradient norm, the loss and reasons to stop: every rank then knows the same.
         asked = self.link.stop_requested
-        extras = torch.zeros(3, dtype=torch.float64, device=self.device)
+        extras = torch.zeros(4, dtype=torch.float64, device=self.device)
         if self.groups.is_last_stage and self.groups.at.tp == 0:
             extras[0] = result.loss_sum.double()
         extras[1] = float(asked is not None)
         extras[2] = float(asked is not None and asked.save)
+        extras[3] = float(self.saver.failed)
         grad_norm, summed = self.optimizer.step(lr, extras)
-        loss_sum, stop_now, stop_save = summed.tolist()
+        loss_sum, stop_now, stop_save, saves_failed = summed.tolist()
         if self.sample_log is not None:
             assert self.loader is not None
             self.sample_log.write(step + 1, self.groups.at.dp, self.loader.sample_ids(step))
         self.telemetry.completed(
             step + 1, loss=loss_sum / tokens, grad_norm=grad_norm, lr=lr, step_s=time.monotonic() - began
         )
-        return Agreement(now=stop_now > 0, save=stop_save > 0)
+        return Agreement(now=stop_now > 0, save=stop_save > 0, saves_failed=saves_failed > 0)
 
-    def _save(self, step: int) -> None:
-        """Save the state after ``step`` completed steps and tell the agent."""
-        launch = self.launch
+    def _save(self, step: int, *, wait: bool) -> None:
+        """Save the state after ``step`` completed steps, and ``wait`` for its publication."""
         self.telemetry.phase("saving")
-        saved = save_checkpoint(
-            self.optimizer.pieces(),
-            self.checkpoints,
-            self.groups.world,
-            job=launch.job,
-            generation=launch.generation,
-            step=step,
-            run=launch.run,
-            layout=launch.layout,
-            device=self.device,
-            still_current=self._is_current,
-        )
-        if launch.rank == 0:
-            self.link.send(
-                CheckpointCommitted(
-                    step=step,
-                    generation=launch.generation,
-                    directory=str(saved.directory),
-                    num_bytes=saved.num_bytes,
-                    seconds=saved.seconds,
-                )
-            )
-            if self._is_current():
-                prune(
-                    self.checkpoints,
-                    keep=launch.run.checkpoint.keep,
-                    history=launch.history,
-                    protected_steps=(launch.start_step,),
-                )
+        if wait:
+            self.saver.save_and_wait(step)
+        else:
+            self.saver.save(step)
         self.telemetry.phase("stepping")
-
-    def _is_current(self) -> bool:
-        """Whether no newer generation claimed the checkpoints: a ghost must not publish, and least of all delete."""
-        return newest_claim(self.checkpoints) <= self.launch.generation
 
     def _close(self) -> None:
         if self.loader is not None:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.planning.messages import EXIT_AGENT_SILENT, CheckpointCommitted, Ended, Failure, Hello, Progress
+from engine.planning.messages import EXIT_AGENT_SILENT, AnyFromRank, Ended, Failure, Progress
 from everstep.protocol.messages import RankExit, RankStatus
 from worker.warm_client import Ending
 
@@ -43,7 +43,7 @@ class LocalRank:
         """Completed steps, as far as it said."""
         return self.progress.step if self.progress else self.start_step
 
-    def take(self, message: Hello | Progress | CheckpointCommitted | Failure | Ended, now: float) -> bool:
+    def take(self, message: AnyFromRank, now: float) -> bool:
         """Take note of a message; True when it is news that should go out at once."""
         if isinstance(message, Progress):
             before = self.progress

@@ -11,7 +11,7 @@ from pathlib import Path
 import structlog
 from pydantic import ValidationError
 
-from engine.planning.messages import CheckpointCommitted, Hello, Ping, StopRequest, from_rank
+from engine.planning.messages import CheckpointCommitted, Hello, Ping, SaveFailed, StopRequest, from_rank
 from everstep.protocol.messages import CheckpointRecord
 from worker.local_rank import LocalRank
 
@@ -38,6 +38,7 @@ class RankLines:
         self._path = path
         self._beat = beat
         self._committed = committed
+        self._save_failed = save_failed
         self._now = now
         self._expected: dict[Name, LocalRank] = {}
         self._writers: dict[Name, asyncio.StreamWriter] = {}
@@ -123,6 +124,8 @@ class RankLines:
             message = from_rank.validate_json(line)
             if isinstance(message, CheckpointCommitted):
                 self._committed(CheckpointRecord(job=rank.job, at=self._now(), **message.model_dump(exclude={"kind"})))
+            elif isinstance(message, SaveFailed):
+                self._save_failed(rank.job, message)
             elif rank.take(message, self._now()):
                 self._beat()
 

@@ -17,7 +17,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -29,7 +29,6 @@ from engine.checkpoint.conversion import Converted, OnProgress, Progress, read_j
 from engine.checkpoint.errors import CheckpointError
 from engine.checkpoint.export_huggingface import DEFAULT_SHARD_BYTES, DTYPES, export_huggingface
 from engine.checkpoint.import_huggingface import import_huggingface
-from engine.checkpoint.torch_dcp import export_dcp, import_dcp
 from engine.planning.config import ModelConfig
 
 _PROGRESS_INTERVAL_S = 0.5
@@ -97,35 +96,35 @@ def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _conversion(options: argparse.Namespace, on_progress: OnProgress) -> Callable[[], Converted]:
+def _convert(options: argparse.Namespace, on_progress: OnProgress) -> Converted:
     source, target, overwrite = options.source, options.target, options.overwrite
-    match options.kind_from, options.kind_to:
-        case "hf", _:
-            return lambda: import_huggingface(source, target, overwrite=overwrite, on_progress=on_progress)
-        case "dcp", _:
-            return lambda: import_dcp(
-                source,
-                target,
-                model=_model(options.model_config),
-                trust_pickle=bool(options.trust_pickle),
-                overwrite=overwrite,
-                on_progress=on_progress,
-            )
-        case _, "dcp":
-            return lambda: export_dcp(source, target, overwrite=overwrite, on_progress=on_progress)
-        case _:
-            return lambda: export_huggingface(
-                source,
-                target,
-                dtype=options.dtype or "fp32",
-                max_shard_bytes=options.max_shard_size or DEFAULT_SHARD_BYTES,
-                overwrite=overwrite,
-                on_progress=on_progress,
-            )
+    if options.kind_from == "hf":
+        return import_huggingface(source, target, overwrite=overwrite, on_progress=on_progress)
+    if options.kind_to == "hf":
+        return export_huggingface(
+            source,
+            target,
+            dtype=options.dtype or "fp32",
+            max_shard_bytes=options.max_shard_size or DEFAULT_SHARD_BYTES,
+            overwrite=overwrite,
+            on_progress=on_progress,
+        )
+    # Imported here, for it takes as long as everything else together and the other conversions do without.
+    from engine.checkpoint.torch_dcp import export_dcp, import_dcp
 
-
-def _model(path: Path | None) -> ModelConfig | None:
-    return None if path is None else ModelConfig.model_validate(read_json(path))
+    if options.kind_to == "dcp":
+        return export_dcp(source, target, overwrite=overwrite, on_progress=on_progress)
+    model = None
+    if options.model_config is not None:
+        model = ModelConfig.model_validate(read_json(options.model_config))
+    return import_dcp(
+        source,
+        target,
+        model=model,
+        trust_pickle=bool(options.trust_pickle),
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -163,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = _Console(options.progress_json)
     begin = time.monotonic()
     try:
-        converted = _conversion(options, console.progress)()
+        converted = _convert(options, console.progress)
     except ValidationError as error:
         first = error.errors()[0]
         console.error(f"model.{'.'.join(map(str, first['loc']))}: {first['msg']}")

@@ -26,7 +26,7 @@ from engine.planning.config import ModelConfig
 from engine.planning.layout import Layout
 
 _SHARD_WEIGHT_BYTES = 64 * 1024 * 1024
-"""Weights that are gathered before a shard is written. With the largest tensor, this bounds the memory."""
+"""Weights that are gathered before a shard is written; as much as the largest tensor when that has more."""
 
 
 def write_initial_checkpoint(
@@ -35,10 +35,15 @@ def write_initial_checkpoint(
     """Write a complete checkpoint of step 0, generation 0, into ``directory``, which is there and empty.
 
     ``weights`` gives each global tensor of ``model`` once, in any order and any floating dtype that fp32 holds exactly,
-    and raises when it cannot. ``job`` is what the manifest says of its origin. Raises CheckpointSaveError.
+    and raises when it cannot. ``job`` is what the manifest says of its origin. In memory are at most about three times
+    the largest tensor. Raises CheckpointSaveError.
     """
     shapes = global_shapes(model)
-    zeros = torch.from_numpy(np.zeros(max(map(math.prod, shapes.values())), dtype=np.float32))
+    largest = max(map(math.prod, shapes.values()))
+    zeros = torch.from_numpy(
+        np.zeros(largest, dtype=np.float32)
+    )  # numpy's take no memory as long as they are only read
+    limit = max(_SHARD_WEIGHT_BYTES, 4 * largest)
     tensors: dict[str, TensorEntry] = {}
     files: dict[str, FileEntry] = {}
     batch: list[Piece] = []
@@ -55,7 +60,7 @@ def write_initial_checkpoint(
         shape = shapes[name]
         assert tuple(weight.shape) == shape, f"{name}: {tuple(weight.shape)}, the model has {shape}"
         num_bytes = 4 * weight.numel()
-        if batch and gathered + num_bytes > _SHARD_WEIGHT_BYTES:
+        if batch and gathered + num_bytes > limit:
             flush()
             gathered = 0
         gathered += num_bytes

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from engine.groups import Group, Groups
 from engine.models.attention import SelfAttention
+from engine.models.dropout import HiddenDropout, MaskKey
 from engine.models.mlp import MLP
 from engine.models.norm import Norm
 from engine.models.rotary import rotary_table
@@ -65,15 +66,19 @@ class Embedding(nn.Module):
         self.positions: PositionEmbedding | None = None
         if config.position == "learned":
             self.positions = PositionEmbedding(config, dtype=dtype, device=device)
+        self.dropout = HiddenDropout("embedding", config.hidden_dropout)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, key: MaskKey | None) -> Tensor:
         """[batch, seq] int64 -> [seq, batch, hidden]."""
         x: Tensor = self.tokens(tokens.t())
-        return x if self.positions is None else self.positions(x)
+        if self.positions is not None:
+            x = self.positions(x)
+        dropped: Tensor = self.dropout(x, key)
+        return dropped
 
 
 class Layer(nn.Module):
-    """Norm, attention, norm, MLP, with a residual connection around each pair."""
+    """Norm, attention, norm, MLP, with a residual connection around each pair, into which dropout leads."""
 
     def __init__(
         self, number: int, config: ModelConfig, *, group: Group, dtype: torch.dtype, device: torch.device
@@ -84,11 +89,13 @@ class Layer(nn.Module):
         self.attention = SelfAttention(f"{name}.attention", config, group=group, dtype=dtype, device=device)
         self.mlp_norm = Norm(f"{name}.mlp_norm", config, dtype=dtype, device=device)
         self.mlp = MLP(f"{name}.mlp", config, group=group, dtype=dtype, device=device)
+        self.attention_dropout = HiddenDropout(f"{name}.attention", config.hidden_dropout)
+        self.mlp_dropout = HiddenDropout(f"{name}.mlp", config.hidden_dropout)
 
-    def forward(self, x: Tensor, rotary: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor | None, key: MaskKey | None) -> Tensor:
         """[seq, batch, hidden] -> [seq, batch, hidden]."""
-        x = x + self.attention(self.attention_norm(x), rotary)
-        y: Tensor = x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), rotary), key)
+        y: Tensor = x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
         return y
 
 
@@ -153,20 +160,20 @@ class Stage(nn.Module):
         found = [parameter for parameter in self.parameters() if spec_of(parameter).shared_embedding]
         return found[0] if found else None
 
-    def _hidden(self, inputs: Tensor) -> Tensor:
-        x = inputs if self.embedding is None else self.embedding(inputs)
+    def _hidden(self, inputs: Tensor, key: MaskKey | None) -> Tensor:
+        x = inputs if self.embedding is None else self.embedding(inputs, key)
         for layer in self.layers:
-            x = layer(x, self.rotary)
+            x = layer(x, self.rotary, key)
         return x if self.final_norm is None else self.final_norm(x)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
-        """Run one micro-batch through this stage.
+    def forward(self, inputs: Tensor, targets: Tensor | None, key: MaskKey | None = None) -> Tensor:
+        """Run one micro-batch through this stage. Training gives the ``key`` of its dropout, evaluation none.
 
         ``inputs``: tokens int64 [batch, seq] on the first stage, hidden states [seq, batch, hidden] on another.
         Returns hidden states [seq, batch, hidden]; on the last stage, which needs ``targets`` [batch, seq], the SUM of
         the token losses as a scalar in fp32.
         """
-        x = self._hidden(inputs)
+        x = self._hidden(inputs, key)
         if self.head is None:
             return x
         assert targets is not None, "the last stage computes the loss"
@@ -175,9 +182,12 @@ class Stage(nn.Module):
 
     @torch.no_grad()
     def logits(self, inputs: Tensor) -> Tensor:
-        """Logits of the true vocabulary [seq, batch, vocab_size], on every TP rank of the last stage; no gradient."""
+        """Logits of the true vocabulary [seq, batch, vocab_size], on every TP rank of the last stage.
+
+        No gradient and no dropout.
+        """
         assert self.head is not None, "only the last stage has the head"
-        return self.head.logits(self._hidden(inputs))
+        return self.head.logits(self._hidden(inputs, None))
 
 
 def initial_values(config: ModelConfig, seed: int) -> Callable[[Segment], Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 # A backward from a given gradient imports it (and sympy) at its first call: here it is there before ranks are forked.
 import torch.fx.experimental.symbolic_shapes
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.groups import Group, Groups, Pending
 from engine.pipeline.schedules import Action
@@ -35,7 +35,7 @@ class StepResult:
 
 
 def run_step(
-    stage: nn.Module,
+    stage: Callable[[Tensor, Tensor | None, int], Tensor],
     actions: Sequence[Action],
     groups: Groups,
     batches: Sequence[Batch] | Callable[[int], Batch],
@@ -48,9 +48,9 @@ def run_step(
 ) -> StepResult:
     """Run forward and backward of one step on this rank's stage, accumulating into the parameters' gradients.
 
-    ``stage(inputs, targets)`` takes tokens [batch, seq] on the first stage, else activations, and returns activations,
-    or the summed token loss on the last stage, whose backward starts from that loss times ``loss_scale`` (one over
-    the tokens of the global batch). ``activation_shape`` is [seq, batch, hidden]. ``before_last_backward`` is called
+    ``stage(inputs, targets, microbatch)`` takes tokens [batch, seq] on the first stage, else activations, and the
+    replica's number of the micro-batch. It returns activations, or the summed token loss on the last stage, whose
+    backward starts from that loss times ``loss_scale`` (one over the tokens of the global batch). ``activation_shape`` is [seq, batch, hidden]. ``before_last_backward`` is called
     right before the backward pass that completes the gradients. Raises RuntimeError when a peer is gone.
     """
     batch_of = batches if callable(batches) else batches.__getitem__
@@ -69,7 +69,7 @@ def run_step(
             else:
                 inputs = activations.receive(torch.empty(activation_shape, dtype=dtype, device=device), action)
                 inputs.requires_grad_()
-            output: Tensor = stage(inputs, targets if groups.is_last_stage else None)
+            output = stage(inputs, targets if groups.is_last_stage else None, action.microbatch)
             if groups.is_last_stage:
                 loss_sum += output.detach()
             else:

@@ -45,6 +45,12 @@ class ModelConfig(Settings):
     bias: bool = Field(default=False, description="bias in the linear layers (GPT-2 has it, Llama has not)")
     tie_embeddings: bool = False
     init_std: float = Field(default=0.02, gt=0)
+    hidden_dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of hidden states dropped after the embedding, each attention and each MLP",
+    )
     vocab_padding_multiple: PositiveInt = Field(
         default=128, description="rows of the embedding are padded to a multiple of this times TP"
     )
@@ -133,6 +139,11 @@ class CheckpointConfig(Settings):
     directory: str = Field(min_length=1)
     save_interval: PositiveInt = Field(default=100, description="steps between two saves")
     keep: PositiveInt = Field(default=3, description="complete checkpoints that are kept")
+    asynchronous: bool = Field(
+        default=True,
+        description="write from a copy in host memory while training goes on; costs memory for one copy of the state",
+    )
+    max_failures: PositiveInt = Field(default=3, description="saves that fail in a row before the run ends for it")
 
 
 class RunConfig(Settings):

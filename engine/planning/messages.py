@@ -113,6 +113,19 @@ class CheckpointCommitted(Message):
     directory: str
     num_bytes: int
     seconds: float
+    stall_s: float = Field(default=0.0, description="how long training stood still before the writing began")
+
+
+class SaveFailed(Message):
+    """A save failed on all ranks and left nothing behind (sent by rank 0). Training goes on for now."""
+
+    kind: Literal["save_failed"] = "save_failed"
+    step: int
+    generation: int
+    errno: int | None = Field(default=None, description="the system's error number; None when it was no system error")
+    file: str | None = Field(default=None, description="what was being written, on whichever rank")
+    reason: str
+    failures_in_a_row: int
 
 
 FailureCategory = Literal["user", "collective", "numerics", "checkpoint", "memory", "internal"]
@@ -155,9 +168,10 @@ class StopRequest(Message):
     save: bool = True
 
 
-FromRank = Annotated[Hello | Progress | CheckpointCommitted | Failure | Ended, Field(discriminator="kind")]
+AnyFromRank = Hello | Progress | CheckpointCommitted | SaveFailed | Failure | Ended
+FromRank = Annotated[AnyFromRank, Field(discriminator="kind")]
 FromAgent = Annotated[Ping | StopRequest, Field(discriminator="kind")]
-from_rank: TypeAdapter[Hello | Progress | CheckpointCommitted | Failure | Ended] = TypeAdapter(FromRank)
+from_rank: TypeAdapter[AnyFromRank] = TypeAdapter(FromRank)
 from_agent: TypeAdapter[Ping | StopRequest] = TypeAdapter(FromAgent)
 
 EXIT_OK = 0

@@ -23,6 +23,7 @@ from engine.data_parallel.buckets import ParameterBuckets
 from engine.data_parallel.distributed_optimizer import DistributedOptimizer
 from engine.groups import Groups
 from engine.models.dropout import MaskKey
+from engine.models.frozen import freeze, frozen_names
 from engine.models.transformer import Stage, initial_values
 from engine.pipeline.executor import run_step
 from engine.pipeline.schedules import one_forward_one_backward
@@ -70,6 +71,7 @@ class Trainer:
         if launch.rank == 0:
             claim(self.checkpoints, launch.generation)
         self.stage = Stage(run.model, groups, dtype=model_dtype(train.precision), device=device)
+        freeze(self.stage, frozen_names(run.model, train.frozen))
         self.buckets = ParameterBuckets(list(self.stage.parameters()), groups, bucket_size_mb=train.bucket_size_mb)
         self.optimizer = DistributedOptimizer(self.buckets, groups, train)
         self.saver = CheckpointSaver(launch, self.checkpoints, groups.checkpoint, link, self.optimizer.pieces())

@@ -42,6 +42,7 @@ class Bucket:
 
     ``parameters`` [n] in the model's dtype and ``gradients`` [n] in fp32 have the same places; n is a multiple of the
     data-parallel size, and elements outside the slots are zero. ``shard`` is the range that this rank updates.
+    ``frozen``: none of its parameters is trained, and ``gradients`` is empty.
     ``shared_embedding``: the one slot is the tied embedding, whose other copy is on the other end of the pipeline.
     """
 
@@ -51,6 +52,7 @@ class Bucket:
     gradients: Tensor
     shard: slice
     shared_embedding: bool
+    frozen: bool
     missing: set[Slot] = field(default_factory=set)
     """Parameters whose gradient is not yet complete in this step."""
 
@@ -60,7 +62,8 @@ class ParameterBuckets:
 
     Each parameter becomes a view of its bucket. ``bucket_size_mb`` is the size of a bucket's gradients in MiB; a
     parameter is never split, so a large one makes a large bucket. All parameters have the same dtype; rows that their
-    spec calls padding are set to zero.
+    spec calls padding are set to zero. Parameters that require no gradient are frozen: they have buckets of their own,
+    the last ones, of which only the parameters travel.
 
     A step: backward passes accumulate; ``arm`` right before the last one; ``finish`` after it. ``trace``, when it is a
     list, gets (event, bucket or -1, seconds by ``time.perf_counter``) for "launched", "backward_ended" and "reduced".
@@ -74,43 +77,53 @@ class ParameterBuckets:
         bucket_size_mb: float,
         trace: list[tuple[str, int, float]] | None = None,
     ) -> None:
-        assert parameters and all(p.requires_grad for p in parameters)
+        assert parameters
         assert len({(p.dtype, p.device) for p in parameters}) == 1
         self._groups = groups
         self.trace = trace
         self.dtype = parameters[0].dtype
         limit = int(bucket_size_mb * 2**20) // 4
-        parts = _divide(list(reversed(parameters)), limit, separate_embedding=groups.layout.pp > 1)
+        trained, frozen = (
+            _divide(
+                [p for p in reversed(parameters) if p.requires_grad is wanted],
+                limit,
+                separate_embedding=groups.layout.pp > 1,
+            )
+            for wanted in (True, False)
+        )
+        parts = trained + frozen
         sizes = [_padded(sum(_padded(p.numel()) for p in part), groups.dp.size) for part in parts]
         device = parameters[0].device
         flat_parameters = torch.zeros(sum(sizes), dtype=self.dtype, device=device)
-        self._flat_gradients = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        gradient_sizes = sizes[: len(trained)] + [0] * len(frozen)
+        self._flat_gradients = torch.zeros(sum(gradient_sizes), dtype=torch.float32, device=device)
         self.buckets: list[Bucket] = []
         for part, values, gradients in zip(
-            parts, torch.split(flat_parameters, sizes), torch.split(self._flat_gradients, sizes), strict=True
+            parts, torch.split(flat_parameters, sizes), torch.split(self._flat_gradients, gradient_sizes), strict=True
         ):
-            self.buckets.append(self._fill(part, values, gradients))
+            self.buckets.append(self._fill(part, values, gradients, frozen=len(self.buckets) >= len(trained)))
+        self.trained = self.buckets[: len(trained)]
         self._pending: list[Pending] = []
         self._armed = False
 
     def arm(self) -> None:
         """The next backward pass completes the gradients: buckets leave as soon as they are full."""
         assert not self._armed and not self._pending
-        for bucket in self.buckets:
+        for bucket in self.trained:
             bucket.missing.update(bucket.slots)
         self._armed = True
 
     def finish(self) -> None:
         """Reduce what backward has not launched (parameters that took no part in it must not stall), wait for all.
 
-        Afterwards ``gradients[shard]`` of each bucket holds the sum over the replicas; the rest of it is undefined
+        Afterwards ``gradients[shard]`` of each trained bucket holds the sum over the replicas; the rest of it is undefined
         until ``zero_gradients``. Raises RuntimeError when a peer is gone.
         """
         self._note("backward_ended", -1)
         self._armed = False
-        while len(self._pending) < len(self.buckets):
+        while len(self._pending) < len(self.trained):
             self._launch_next()
-        for bucket, pending in zip(self.buckets, self._pending, strict=True):
+        for bucket, pending in zip(self.trained, self._pending, strict=True):
             pending.wait()
             if bucket.shared_embedding:
                 # Both copies get the same bits, so equal updates keep them equal.
@@ -122,12 +135,12 @@ class ParameterBuckets:
         """Make ready for the next step's accumulation."""
         self._flat_gradients.zero_()
 
-    def gather_parameters(self) -> list[Pending]:
-        """Start to collect every rank's shard of the parameters, so that all replicas hold all of them."""
-        return [self._groups.dp.all_gather(b.parameters, b.parameters[b.shard]) for b in self.buckets]
+    def gather_parameters(self, buckets: Sequence[Bucket]) -> list[Pending]:
+        """Start to collect every rank's shard of the ``buckets``, so that all replicas hold all of their parameters."""
+        return [self._groups.dp.all_gather(b.parameters, b.parameters[b.shard]) for b in buckets]
 
     @torch.no_grad()
-    def _fill(self, part: list[nn.Parameter], values: Tensor, gradients: Tensor) -> Bucket:
+    def _fill(self, part: list[nn.Parameter], values: Tensor, gradients: Tensor, *, frozen: bool) -> Bucket:
         slots, start = [], 0
         for parameter in part:
             spec = spec_of(parameter)
@@ -147,8 +160,9 @@ class ParameterBuckets:
             gradients=gradients,
             shard=slice(self._groups.dp.rank * length, (self._groups.dp.rank + 1) * length),
             shared_embedding=self._groups.layout.pp > 1 and slots[0].spec.shared_embedding,
+            frozen=frozen,
         )
-        for slot in slots:
+        for slot in () if frozen else slots:
             if self.dtype == torch.float32:
                 # Autograd adds to a gradient that is there in place, so it writes straight into the bucket.
                 slot.parameter.grad = gradients[slot.start : slot.stop].view(slot.spec.shape)
@@ -166,11 +180,11 @@ class ParameterBuckets:
         if self._armed:
             bucket.missing.remove(slot)
             # In the order of buckets, not in that of completion: every replica has to issue the same order.
-            while len(self._pending) < len(self.buckets) and not self.buckets[len(self._pending)].missing:
+            while len(self._pending) < len(self.trained) and not self.trained[len(self._pending)].missing:
                 self._launch_next()
 
     def _launch_next(self) -> None:
-        bucket = self.buckets[len(self._pending)]
+        bucket = self.trained[len(self._pending)]
         bucket.missing.clear()
         self._note("launched", bucket.index)
         self._pending.append(self._groups.dp.reduce_scatter(bucket.gradients[bucket.shard], bucket.gradients))

@@ -3,6 +3,9 @@
 Each rank holds fp32 master weights and both moments for its shard of every bucket, updates them with the summed
 gradients, and the replicas gather the updated parameters. In an fp32 model the shard of the parameter buffer itself is
 the master. One small collective over all ranks carries the gradient norm and whatever the loop wants to be summed.
+
+Frozen parameters have master weights and nothing else. A parameter that the model never used in a step has the gradient
+zero, as with ``zero_grad(set_to_none=False)`` in torch: its moments begin at zero, and weight decay applies to it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ _NORM_CHUNK = 1 << 22
 class _Shard:
     """This rank's part of one bucket: all tensors [n] fp32; ranges count from the start of the shard.
 
-    ``counted``: elements that this rank, and no other, adds to the global norm and saves.
+    ``counted``: elements that this rank, and no other, adds to the global norm and saves. In a frozen bucket the
+    gradient and the moments are empty, and so is ``counted``.
     """
 
     bucket: Bucket
@@ -49,6 +53,7 @@ class DistributedOptimizer:
         self._groups = groups
         self._train = train
         self._shards = [self._shard(bucket) for bucket in buckets.buckets]
+        self._trained = [shard for shard in self._shards if not shard.bucket.frozen]
         self.step_count = 0
 
     @torch.no_grad()
@@ -69,7 +74,7 @@ class DistributedOptimizer:
             raise FloatingPointError(f"the gradient norm of step {self.step_count + 1} is {norm}")
         self.step_count += 1
         clip = self._train.clip_grad
-        for shard in self._shards:
+        for shard in self._trained:
             if norm > clip > 0:
                 shard.gradient.mul_(clip / (norm + 1e-6))
             adamw_(
@@ -82,13 +87,13 @@ class DistributedOptimizer:
                 step=self.step_count,
                 decayed=shard.decayed,
             )
-        self._refresh_parameters()
+        self._refresh_parameters(self._trained)
         return norm, sums[1:]
 
     def pieces(self) -> list[Piece]:
         """This rank's weights and moments as boxes of the global tensors; loading writes into their ``data``.
 
-        Weights are the fp32 masters whatever the precision of the model.
+        Weights are the fp32 masters whatever the precision of the model. Frozen parameters have no moments.
         """
         return [piece for shard in self._shards for slot in shard.bucket.slots for piece in self._pieces(shard, slot)]
 
@@ -114,28 +119,29 @@ class DistributedOptimizer:
     def after_load(self, step: int) -> None:
         """Go on after ``step`` updates: make the parameters of all replicas those of the pieces just written."""
         self.step_count = step
-        self._refresh_parameters()
+        self._refresh_parameters(self._shards)
 
-    def _refresh_parameters(self) -> None:
-        for shard in self._shards:
+    def _refresh_parameters(self, shards: list[_Shard]) -> None:
+        for shard in shards:
             mine = shard.bucket.parameters[shard.bucket.shard]
             if mine.data_ptr() != shard.master.data_ptr():
                 mine.copy_(shard.master)
-        gathering = self._buckets.gather_parameters()
+        gathering = self._buckets.gather_parameters([shard.bucket for shard in shards])
         self._buckets.zero_gradients()
         for pending in gathering:
             pending.wait()
 
     def _shard(self, bucket: Bucket) -> _Shard:
         mine = bucket.parameters[bucket.shard].detach()
+        gradient = bucket.gradients[slice(0) if bucket.frozen else bucket.shard]
         return _Shard(
             bucket=bucket,
             master=mine if mine.dtype == torch.float32 else mine.float(),
-            gradient=bucket.gradients[bucket.shard],
-            exp_avg=torch.zeros_like(mine, dtype=torch.float32),
-            exp_avg_sq=torch.zeros_like(mine, dtype=torch.float32),
+            gradient=gradient,
+            exp_avg=torch.zeros_like(gradient),
+            exp_avg_sq=torch.zeros_like(gradient),
             decayed=_ranges(bucket, lambda slot: slot.spec.decay),
-            counted=_ranges(bucket, self._is_counted),
+            counted=() if bucket.frozen else _ranges(bucket, self._is_counted),
         )
 
     def _is_counted(self, slot: Slot) -> bool:
@@ -156,7 +162,8 @@ class DistributedOptimizer:
         if part is None:
             return
         start = shard.bucket.shard.start + part.start - slot.start
-        for kind, data in (("weight", shard.master), ("exp_avg", shard.exp_avg), ("exp_avg_sq", shard.exp_avg_sq)):
+        held = [("weight", shard.master), ("exp_avg", shard.exp_avg), ("exp_avg_sq", shard.exp_avg_sq)]
+        for kind, data in held[:1] if shard.bucket.frozen else held:
             yield from flat_pieces(kind, slot.spec, data[part], start, owned=self._is_counted(slot))
 
 

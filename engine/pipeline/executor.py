@@ -86,7 +86,8 @@ def run_step(
                 activations.settle_oldest()
             if place == last_backward and before_last_backward is not None:
                 before_last_backward()
-            torch.autograd.backward(output, start)
+            if output.requires_grad:  # not so on a first stage that is frozen as a whole
+                torch.autograd.backward(output, start)
             if not groups.is_first_stage:
                 assert inputs.grad is not None
                 gradients.send(inputs.grad, action)

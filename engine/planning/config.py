@@ -110,6 +110,9 @@ class TrainConfig(Settings):
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_eps: float = Field(default=1e-8, gt=0)
     clip_grad: float = Field(default=1.0, ge=0, description="global gradient norm; 0 switches clipping off")
+    frozen: tuple[str, ...] = Field(
+        default=(), description="parameters that are not trained: shell-style patterns of their global names"
+    )
     precision: Literal["fp32", "bf16"] = "fp32"
     bucket_size_mb: float = Field(default=25.0, gt=0, description="size of one gradient bucket in MiB of fp32")
     log_samples: bool = Field(default=False, description="write the ids of the samples that each step consumed")

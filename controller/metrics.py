@@ -9,7 +9,7 @@ from collections import Counter as Tally
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controller.board import Board
@@ -19,7 +19,7 @@ RECOVERY_BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0, 30.0, 60.0, 300.
 
 
 class ViewCollector(Collector):
-    """Gauges of nodes and active jobs."""
+    """Gauges of nodes and active jobs, and what agents count for a job by its events."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -45,11 +45,15 @@ class ViewCollector(Collector):
         mfu = GaugeMetricFamily("everstep_job_mfu", "Model FLOPs utilization, mean of the ranks.", labels=["job"])
         generation = GaugeMetricFamily("everstep_job_generation", "Current generation.", labels=["job"])
         ranks_of = GaugeMetricFamily("everstep_job_ranks", "Ranks of the current plan.", labels=["job"])
+        failures = CounterMetricFamily(
+            "everstep_checkpoint_failures", "Saves that failed on all ranks.", labels=["job"]
+        )
         for job in view.jobs.values():
             if not job.active or job.status is None:
                 continue
             generation.add_metric([job.id], job.status.generation)
             step.add_metric([job.id], view.step_of(job))
+            failures.add_metric([job.id], sum(event.kind == "save_failed" for event in job.events.values()))
             ranks_of.add_metric([job.id], job.plan.layout.world_size if job.plan else 0)
             ranks = view.ranks_of(job)
             losses = [(rank.step, rank.loss) for rank in ranks if rank.loss is not None]
@@ -58,7 +62,7 @@ class ViewCollector(Collector):
             shares = [rank.mfu for rank in ranks if rank.mfu is not None]
             if shares:
                 mfu.add_metric([job.id], sum(shares) / len(shares))
-        yield from (step, loss, mfu, generation, ranks_of)
+        yield from (step, loss, mfu, generation, ranks_of, failures)
 
 
 class Metrics:

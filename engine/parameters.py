@@ -42,6 +42,7 @@ class ParameterSpec:
     ``shared_embedding``: this is the tied embedding, present on the first and the last stage; ``owned`` is False for
     the last stage's copy, which norms and saves leave out.
     ``decay``: takes part in weight decay (matrices do, biases and norms do not).
+    ``padding_of``: the tensor's name when all rows of this rank are padding, so that no segment tells it.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +51,12 @@ class ParameterSpec:
     shared_embedding: bool = False
     owned: bool = True
     decay: bool = True
+    padding_of: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The global tensors that the parameter is a part of."""
+        return tuple(segment.name for segment in self.segments) or ((self.padding_of,) if self.padding_of else ())
 
 
 def attach(parameter: nn.Parameter, spec: ParameterSpec) -> nn.Parameter:

@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 
 
-def model_dtype(precision: Literal["fp32", "bf16"]) -> torch.dtype:
+def model_dtype(precision: Literal["fp32", "bf16", "fp16"]) -> torch.dtype:
     """Type of parameters and activations. Gradients are summed and weights updated in fp32 whatever it is."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 def configure_device(device: torch.device, num_threads: int) -> None:

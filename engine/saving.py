@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from engine.agent_link import AgentLink
 from engine.checkpoint.background import BackgroundWorker
@@ -25,6 +26,9 @@ from engine.checkpoint.pieces import Piece
 from engine.checkpoint.save import save_checkpoint
 from engine.groups import Group
 from engine.planning.messages import CheckpointCommitted, RankLaunch, SaveFailed
+
+_LONGEST_REASON = 1000
+"""Characters. What boxes a manifest lacks can be a long list, and the reason becomes an event."""
 
 
 class CheckpointSaver:
@@ -50,9 +54,10 @@ class CheckpointSaver:
         """Whether this rank knows by now that the generation has to end: too many failed saves, or a fatal error."""
         return self._worker.error is not None or len(self._failures) >= self._settings.max_failures
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, extra: Mapping[str, Any]) -> None:
         """Take the state after ``step`` completed steps; every rank calls this at the same step.
 
+        ``extra`` goes into the manifest: what the state needs beside the pieces, the same on every rank.
         Returns when the state may change again. Waits for the save before this one, and raises as ``raise_failure``
         does when that was one failure too many.
         """
@@ -62,13 +67,13 @@ class CheckpointSaver:
             self.raise_failure()
         pieces = self._take() if self._copies else None
         stall_s = time.monotonic() - began
-        self._worker.start(lambda: self._write(step, self._pieces if pieces is None else pieces, stall_s))
+        self._worker.start(lambda: self._write(step, self._pieces if pieces is None else pieces, extra, stall_s))
         if pieces is None:
             self._worker.wait()
 
-    def save_and_wait(self, step: int) -> None:
+    def save_and_wait(self, step: int, extra: Mapping[str, Any]) -> None:
         """``save``, and wait until it is published. Raises the save's own error when it failed."""
-        self.save(step)
+        self.save(step, extra)
         self._worker.wait()
         if self._failures:
             raise self._failures[-1]
@@ -111,7 +116,7 @@ class CheckpointSaver:
                 return None
         return self._copy.take()
 
-    def _write(self, step: int, pieces: Sequence[Piece], stall_s: float) -> None:
+    def _write(self, step: int, pieces: Sequence[Piece], extra: Mapping[str, Any], stall_s: float) -> None:
         """In the background thread. A failed save is counted and told of; everything else that goes wrong is fatal."""
         launch = self._launch
         try:
@@ -124,6 +129,7 @@ class CheckpointSaver:
                 step=step,
                 run=launch.run,
                 layout=launch.layout,
+                extra=extra,
                 still_current=self.is_current,
             )
         except CheckpointSuperseded:
@@ -161,12 +167,12 @@ class CheckpointSaver:
 
 def _told(error: CheckpointError, step: int, generation: int, failures: int) -> SaveFailed:
     """The failure for the agent. An error that is none of the system's has no number, and may have no file."""
-    known = isinstance(error, CheckpointSaveError)
+    known = error if isinstance(error, CheckpointSaveError) else None
     return SaveFailed(
         step=step,
         generation=generation,
-        errno=error.errno if known else None,
-        file=error.file if known else None,
-        reason=error.reason if known else str(error),
+        errno=known.errno if known else None,
+        file=known.file if known else None,
+        reason=(known.reason if known else str(error))[:_LONGEST_REASON],
         failures_in_a_row=failures,
     )

@@ -76,8 +76,21 @@ class Telemetry:
             Progress(rank=self._launch.rank, phase=phase, step=self.step, at=time.time(), timings=dict(self.timings))
         )
 
-    def completed(self, step: int, *, loss: float, grad_norm: float, lr: float, step_s: float) -> None:
-        """A step is complete: write its line, tell the agent. ``step`` is the number of completed steps."""
+    def completed(
+        self,
+        step: int,
+        *,
+        loss: float | None,
+        grad_norm: float | None,
+        lr: float,
+        step_s: float,
+        loss_scale: float | None = None,
+    ) -> None:
+        """A step is complete: write its line, tell the agent. ``step`` is the number of completed steps.
+
+        ``grad_norm`` is None when fp16 overflowed and the update was skipped, ``loss`` when that too is not finite.
+        ``loss_scale`` is what the step's loss was multiplied by, None unless the run is fp16.
+        """
         launch, run = self._launch, self._launch.run
         self.step = step
         if "first_step" not in self.timings:
@@ -91,6 +104,7 @@ class Telemetry:
                     "step": step,
                     "loss": loss,
                     "grad_norm": grad_norm,
+                    **({} if loss_scale is None else {"loss_scale": loss_scale}),
                     "lr": lr,
                     "step_s": step_s,
                     "tokens_per_s": tokens_per_s,

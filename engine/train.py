@@ -6,6 +6,7 @@ stopped and goes on elsewhere in another layout takes exactly the samples that t
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ class Trainer:
                 f"train.global_batch_size {batch}: {point.directory} has consumed {loaded.consumed_samples} samples in "
                 f"{point.step} steps, so its run had another batch"
             )
-        self.optimizer.after_load(point.step)
+        self.optimizer.after_load(point.step, loaded.extra)
 
     def run(self) -> Outcome:
         """Train until the run is complete or all ranks agreed to stop; the newest save is published then.
@@ -147,6 +148,7 @@ class Trainer:
         batch = [MicroBatch(tokens.to(self.device), targets.to(self.device)) for tokens, targets in read]
         lr = learning_rate(step, train)
         tokens = train.global_batch_size * train.sequence_length
+        loss_scale = self.optimizer.loss_scale
 
         def stage(inputs: Tensor, targets: Tensor | None, microbatch: int) -> Tensor:
             key = MaskKey(train.seed, step, self.first_microbatch + microbatch)
@@ -161,7 +163,7 @@ class Trainer:
             activation_shape=(train.sequence_length, train.micro_batch_size, self.launch.run.model.hidden_size),
             dtype=model_dtype(train.precision),
             device=self.device,
-            loss_scale=1.0 / tokens,
+            loss_scale=loss_scale / tokens,
             before_last_backward=self.buckets.arm,
         )
         self.buckets.finish()
@@ -179,7 +181,12 @@ class Trainer:
             assert self.loader is not None
             self.sample_log.write(step + 1, self.groups.at.dp, self.loader.sample_ids(step))
         self.telemetry.completed(
-            step + 1, loss=loss_sum / tokens, grad_norm=grad_norm, lr=lr, step_s=time.monotonic() - began
+            step + 1,
+            loss=_finite(loss_sum / tokens),
+            grad_norm=_finite(grad_norm),
+            lr=lr,
+            step_s=time.monotonic() - began,
+            loss_scale=loss_scale if train.scaling is not None else None,
         )
         return Agreement(now=stop_now > 0, save=stop_save > 0, saves_failed=saves_failed > 0)
 
@@ -187,9 +194,9 @@ class Trainer:
         """Save the state after ``step`` completed steps, and ``wait`` for its publication."""
         self.telemetry.phase("saving")
         if wait:
-            self.saver.save_and_wait(step)
+            self.saver.save_and_wait(step, self.optimizer.state())
         else:
-            self.saver.save(step)
+            self.saver.save(step, self.optimizer.state())
         self.telemetry.phase("stepping")
 
     def _close(self) -> None:
@@ -197,6 +204,11 @@ class Trainer:
             self.loader.close()
         if self.sample_log is not None:
             self.sample_log.close()
+
+
+def _finite(value: float) -> float | None:
+    """``value`` as JSON can say it."""
+    return value if math.isfinite(value) else None
 
 
 def _no_batch(microbatch: int) -> tuple[None, None]:

@@ -14,8 +14,9 @@ from pathlib import Path
 import structlog
 from pydantic import BaseModel
 
+from engine.planning.messages import SaveFailed
 from everstep.protocol.keys import Keys
-from everstep.protocol.messages import CheckpointRecord, Device, NodeOutcome, NodeRecord, RankStatus
+from everstep.protocol.messages import CheckpointRecord, Device, Event, NodeOutcome, NodeRecord, RankStatus
 from everstep.protocol.store import Store
 from worker.endpoint import Endpoint
 from worker.generation import Site
@@ -63,7 +64,13 @@ class Agent:
         self._jobs: Jobs | None = None
         self._registration: Registration | None = None
         self._outbox: Outbox
-        self._lines = RankLines(state.socket, beat=self._beat, committed=self._note_checkpoint, now=time.time)
+        self._lines = RankLines(
+            state.socket,
+            beat=self._beat,
+            committed=self._note_checkpoint,
+            save_failed=self._note_failed_save,
+            now=time.time,
+        )
         self._endpoint = Endpoint(settings.node, self._incarnation, settings.token)
         self._warm = WarmKeeper(settings.entry, settings.host, state.warm_parent_log, guardian, self)
 
@@ -210,6 +217,19 @@ class Agent:
     def _note_checkpoint(self, record: CheckpointRecord) -> None:
         key = self._keys.checkpoint(record.job, record.step, record.generation)
         self._outbox.put(key, record.model_dump_json().encode())
+
+    def _note_failed_save(self, job: str, failed: SaveFailed) -> None:
+        """The agent writes this event itself: training goes on, so there is nothing for the controller to decide."""
+        what = f"{failed.file}: {failed.reason}" if failed.file else failed.reason
+        event = Event(
+            at=time.time(),
+            kind="save_failed",
+            job=job,
+            generation=failed.generation,
+            message=f"the save after step {failed.step} failed, {failed.failures_in_a_row} in a row: {what}",
+            data=failed.model_dump(exclude={"kind"}),
+        )
+        self._outbox.put(self._keys.event(job, event.at, 0), event.model_dump_json().encode())
 
 
 def _write_ready_file(path: Path, ready: ReadyFile) -> None:

@@ -26,13 +26,16 @@ log = structlog.get_logger()
 
 
 class RankLines:
-    """A unix socket server. ``beat`` is called when a rank has news, ``committed`` when a checkpoint was published."""
+    """A unix socket server. ``beat`` is called when a rank has news, ``committed`` when a checkpoint was published,
+    ``save_failed`` with the job when a save failed.
+    """
 
     def __init__(
         self,
         path: Path,
         beat: Callable[[], None],
         committed: Callable[[CheckpointRecord], None],
+        save_failed: Callable[[str, SaveFailed], None],
         now: Callable[[], float],
     ) -> None:
         self._path = path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -39,8 +40,9 @@ class HostCopy:
         self._device = next((p.data.device for p in pieces if p.owned and p.data.is_cuda), None)
         if self._device is not None:
             # Not torch's own pinned memory: its allocator rounds up to a power of two, so up to twice what is needed.
-            status = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self.num_bytes, 0)
-            if status != torch.cuda.cudart().cudaError.success:
+            runtime = _cuda_runtime()
+            status = runtime.cudaHostRegister(self._buffer.data_ptr(), self.num_bytes, 0)
+            if status != runtime.cudaError.success:
                 raise MemoryError(f"no room for a page-locked copy of the state, {self.num_bytes} bytes: {status}")
         self._copies = tuple(
             replace(piece, data=self._view(piece, at)) if piece.owned else piece
@@ -68,5 +70,10 @@ class HostCopy:
     def close(self) -> None:
         """Unlock the memory; nobody may read the copies any more."""
         if self._device is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            _cuda_runtime().cudaHostUnregister(self._buffer.data_ptr())
             self._device = None
+
+
+def _cuda_runtime() -> Any:
+    """The CUDA runtime's own functions; torch has no types for them."""
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -17,6 +17,7 @@ from engine.checkpoint.pieces import Piece, tensors_of
 from engine.checkpoint.reader import Reader
 from engine.checkpoint.sources import DiskSource, Source
 from engine.groups import Group
+from engine.models.frozen import matching
 
 CPU = torch.device("cpu")
 ALONE = Group("alone", (0,), 0, None)
@@ -38,6 +39,8 @@ def load_checkpoint(
     """Fill all ``pieces``, owned or not, from the checkpoint in ``directory``; every member of ``group`` calls it.
 
     The pieces of all members together have to be the whole model. Without ``group`` this process has all of it.
+    Frozen parameters have no moments: those of a parameter that was frozen when the checkpoint was made and is trained
+    now become zero, and those of a parameter that is frozen now are left where they are.
     ``device`` is where the group's collectives want their tensors. Raises the same on all ranks: CheckpointMismatch,
     before anything is written, when the pieces of all ranks together are not the tensors of the checkpoint;
     CheckpointDamaged when a manifest or a needed byte is missing or altered on any rank; CheckpointError when only some
@@ -60,7 +63,7 @@ def load_checkpoint(
 
     source = DiskSource(directory)
     try:
-        agree(group, device, lambda: read_pieces(pieces, manifest, source))
+        agree(group, device, lambda: _fill(pieces, manifest, source))
     finally:
         source.close()
     needed = sum(p.data.numel() * p.dtype.itemsize for p in pieces)
@@ -77,11 +80,26 @@ def _look_together(manifest: Path, group: Group, device: torch.device) -> None:
         raise error
 
 
+def _fill(pieces: Sequence[Piece], manifest: Manifest, source: Source) -> None:
+    """Read the pieces that ``manifest``, which ``check_model`` approved of, has; the others are moments: zero."""
+    for piece in pieces:
+        if piece.name not in manifest.tensors:
+            piece.data.detach().zero_()
+    read_pieces([piece for piece in pieces if piece.name in manifest.tensors], manifest, source)
+
+
 def check_model(manifest: Manifest, model: Mapping[str, TensorEntry]) -> None:
-    """Raise CheckpointMismatch, with every difference, unless the checkpoint has exactly the tensors of ``model``."""
+    """Raise CheckpointMismatch, with every difference, unless the checkpoint has the tensors of ``model``.
+
+    They differ rightly in the moments of a parameter that was frozen when the checkpoint was made, as the settings in
+    the manifest say, and is not frozen in the model, or the other way round.
+    """
+    frozen_then, frozen_now = _frozen_then(manifest), _frozen_now(model)
     differences = []
     for name in sorted(manifest.tensors.keys() | model.keys()):
         stored, wanted = manifest.tensors.get(name), model.get(name)
+        if (stored is None and name in frozen_then) or (wanted is None and name in frozen_now):
+            continue
         if stored is None:
             differences.append(f"{name}: not in the checkpoint")
         elif wanted is None:
@@ -92,6 +110,23 @@ def check_model(manifest: Manifest, model: Mapping[str, TensorEntry]) -> None:
             differences.append(f"{name}: dtype {stored.dtype} in the checkpoint, {wanted.dtype} in the model")
     if differences:
         raise CheckpointMismatch(differences)
+
+
+def _frozen_then(manifest: Manifest) -> set[str]:
+    """Moments that the checkpoint rightly lacks: their parameters were frozen in the run that wrote it."""
+    patterns = manifest.run.get("train", {}).get("frozen", [])
+    weights = (name.removeprefix("weight/") for name in manifest.tensors if name.startswith("weight/"))
+    return {moment for name in matching(patterns, weights) for moment in _moments(name)}
+
+
+def _frozen_now(model: Mapping[str, TensorEntry]) -> set[str]:
+    """Moments that the model rightly lacks: those of weights that have none at all."""
+    weights = (name.removeprefix("weight/") for name in model if name.startswith("weight/"))
+    return {moment for name in weights if model.keys().isdisjoint(_moments(name)) for moment in _moments(name)}
+
+
+def _moments(name: str) -> tuple[str, str]:
+    return f"exp_avg/{name}", f"exp_avg_sq/{name}"
 
 
 @torch.no_grad()

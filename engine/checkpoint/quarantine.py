@@ -154,4 +154,8 @@ def set_aside_after_load(
         told = agree(group, device, attempt)[0]
     except CollectiveError:
         return damage  # a peer is gone, and so is the generation; the damage is what it has to report
-    return damage if told is None else CheckpointDamaged(damage.file, f"{damage.reason}; {told}")
+    if told is None:
+        return damage
+    known = CheckpointDamaged(damage.file, f"{damage.reason}; {told}")
+    known.elsewhere = damage.elsewhere
+    return known

@@ -116,8 +116,8 @@ class ParameterBuckets:
     def finish(self) -> None:
         """Reduce what backward has not launched (parameters that took no part in it must not stall), wait for all.
 
-        Afterwards ``gradients[shard]`` of each trained bucket holds the sum over the replicas; the rest of it is undefined
-        until ``zero_gradients``. Raises RuntimeError when a peer is gone.
+        Afterwards ``gradients[shard]`` of each trained bucket holds the sum over the replicas; the rest of it is
+        undefined until ``zero_gradients``. Raises RuntimeError when a peer is gone.
         """
         self._note("backward_ended", -1)
         self._armed = False

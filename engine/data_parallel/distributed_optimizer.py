@@ -11,8 +11,9 @@ zero, as with ``zero_grad(set_to_none=False)`` in torch: its moments begin at ze
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch import Tensor
 from engine.checkpoint.pieces import Piece, flat_pieces
 from engine.data_parallel.adamw import adamw_
 from engine.data_parallel.buckets import Bucket, ParameterBuckets, Slot
+from engine.data_parallel.loss_scaler import LossScaler
 from engine.groups import Groups
 from engine.parameters import Segment
 from engine.planning.config import TrainConfig
@@ -46,7 +48,11 @@ class _Shard:
 
 
 class DistributedOptimizer:
-    """ZeRO-1 AdamW over ``buckets``, with global-norm clipping; settings from ``train``."""
+    """ZeRO-1 AdamW over ``buckets``, with global-norm clipping and, in fp16, loss scaling; settings from ``train``.
+
+    ``num_updates`` counts the updates made, which is the number that AdamW corrects its moments by. It is the number of
+    steps but for those that fp16 skipped. ``scaler`` is None unless the run is fp16.
+    """
 
     def __init__(self, buckets: ParameterBuckets, groups: Groups, train: TrainConfig) -> None:
         self._buckets = buckets
@@ -54,29 +60,46 @@ class DistributedOptimizer:
         self._train = train
         self._shards = [self._shard(bucket) for bucket in buckets.buckets]
         self._trained = [shard for shard in self._shards if not shard.bucket.frozen]
-        self.step_count = 0
+        self.num_updates = 0
+        self.scaler = LossScaler.initial(train.scaling) if train.scaling is not None else None
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss has to be multiplied by before the next backward pass."""
+        return self.scaler.scale if self.scaler is not None else 1.0
 
     @torch.no_grad()
     def step(self, lr: float, extras: Tensor | None = None) -> tuple[float, Tensor]:
         """Update the parameters from the gradients that ``ParameterBuckets.finish`` left, then zero the gradients.
 
         ``extras`` [k] is summed over all ranks in the same collective. Returns the global gradient norm before clipping
-        and the summed extras (float64, on the CPU). Raises FloatingPointError, with weights and moments untouched on
-        every rank, when the norm is not finite.
+        and the summed extras (float64, on the CPU).
+
+        When the norm is not finite, weights and moments stay untouched on every rank, which all see the same norm. With
+        loss scaling the update is skipped, the scale shrinks, and the norm that is returned tells it. Without, and at
+        the smallest scale, FloatingPointError is raised.
         """
         sums = self._squared_norm()
         if extras is not None:
             sums = torch.cat([sums, extras.to(sums)])
         self._groups.world.all_reduce(sums).wait()
         sums = sums.cpu()
-        norm = math.sqrt(sums[0].item())
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm of step {self.step_count + 1} is {norm}")
-        self.step_count += 1
+        scale = self.loss_scale
+        norm = math.sqrt(sums[0].item()) / scale
+        overflow = not math.isfinite(norm)
+        if self.scaler is not None:
+            self.scaler = self.scaler.after(overflow=overflow)
+        elif overflow:
+            raise FloatingPointError(f"the gradient norm of update {self.num_updates + 1} is {norm}")
+        if overflow:
+            self._buckets.zero_gradients()
+            return norm, sums[1:]
+        self.num_updates += 1
         clip = self._train.clip_grad
+        factor = (clip / (norm + 1e-6) if norm > clip > 0 else 1.0) / scale
         for shard in self._trained:
-            if norm > clip > 0:
-                shard.gradient.mul_(clip / (norm + 1e-6))
+            if factor != 1.0:
+                shard.gradient.mul_(factor)
             adamw_(
                 shard.master,
                 shard.gradient,
@@ -84,7 +107,7 @@ class DistributedOptimizer:
                 shard.exp_avg_sq,
                 train=self._train,
                 lr=lr,
-                step=self.step_count,
+                step=self.num_updates,
                 decayed=shard.decayed,
             )
         self._refresh_parameters(self._trained)
@@ -96,6 +119,13 @@ class DistributedOptimizer:
         Weights are the fp32 masters whatever the precision of the model. Frozen parameters have no moments.
         """
         return [piece for shard in self._shards for slot in shard.bucket.slots for piece in self._pieces(shard, slot)]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint needs beside the pieces, as JSON; the same on every rank."""
+        state: dict[str, Any] = {"num_updates": self.num_updates}
+        if self.scaler is not None:
+            state["loss_scaler"] = self.scaler.state()
+        return state
 
     @torch.no_grad()
     def initialise(self, whole_of: Callable[[Segment], Tensor]) -> None:
@@ -116,9 +146,18 @@ class DistributedOptimizer:
         self.after_load(0)
 
     @torch.no_grad()
-    def after_load(self, step: int) -> None:
-        """Go on after ``step`` updates: make the parameters of all replicas those of the pieces just written."""
-        self.step_count = step
+    def after_load(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Go on after ``step`` steps: make the parameters of all replicas those of the pieces just written.
+
+        ``state`` is what ``state`` returned when they were saved; without it every step was an update. A run that is
+        fp16 only now begins with the initial scale, one that is fp16 no longer has none.
+        """
+        state = state or {}
+        self.num_updates = int(state.get("num_updates", step))
+        scaling = self._train.scaling
+        if scaling is not None:
+            scaler = state.get("loss_scaler")
+            self.scaler = LossScaler.restored(scaling, scaler) if scaler else LossScaler.initial(scaling)
         self._refresh_parameters(self._shards)
 
     def _refresh_parameters(self, shards: list[_Shard]) -> None:

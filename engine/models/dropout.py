@@ -5,7 +5,7 @@ the same under every layout, in whatever order a pipeline runs its micro-batches
 has a state that a checkpoint would have to hold. Hidden states are whole on every tensor-parallel rank, where attention
 probabilities are cut by heads inside a fused kernel with a generator of its own: those have no dropout here.
 
-Masks are drawn on the device that uses them: the CPU and CUDA draw different ones.
+Masks are drawn by the device that uses them: a CPU and a GPU, or GPUs of unlike models, draw different ones.
 """
 
 from __future__ import annotations
@@ -48,5 +48,6 @@ class HiddenDropout(nn.Module):
             return x
         # Uniform fp32 numbers: on a CPU they come from one plain sequence of the generator, where `bernoulli_` depends
         # on the maker of the processor.
-        drawn = torch.rand(x.shape, generator=key.generator(self.site, x.device), device=x.device)
+        generator = key.generator(self.site, x.device)
+        drawn = torch.rand(x.shape, generator=generator, dtype=torch.float32, device=x.device)
         return x * (drawn >= self.rate) * (1.0 / (1.0 - self.rate))

@@ -29,7 +29,7 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
     names = tuple(global_shapes(model))
     for pattern in patterns:
         if not matching([pattern], names):
-            raise ValueError(f"train.frozen: {pattern!r} matches no parameter; names are like {names[-1]}")
+            raise ValueError(f"train.frozen: {pattern!r} matches no parameter; names are like layers.0.mlp.up.weight")
     frozen = matching(patterns, names)
     if len(frozen) == len(names):
         raise ValueError(f"train.frozen: {', '.join(map(repr, patterns))} leave no parameter to train")
@@ -46,6 +46,5 @@ def frozen_names(model: ModelConfig, patterns: Sequence[str]) -> frozenset[str]:
 def freeze(stage: nn.Module, names: frozenset[str]) -> None:
     """Take the parameters of ``stage`` whose global names are in ``names`` out of the training."""
     for parameter in stage.parameters():
-        segments = spec_of(parameter).segments
-        if segments and segments[0].name in names:
+        if names.issuperset(spec_of(parameter).names):
             parameter.requires_grad_(False)

@@ -50,8 +50,9 @@ def run_step(
 
     ``stage(inputs, targets, microbatch)`` takes tokens [batch, seq] on the first stage, else activations, and the
     replica's number of the micro-batch. It returns activations, or the summed token loss on the last stage, whose
-    backward starts from that loss times ``loss_scale`` (one over the tokens of the global batch). ``activation_shape`` is [seq, batch, hidden]. ``before_last_backward`` is called
-    right before the backward pass that completes the gradients. Raises RuntimeError when a peer is gone.
+    backward starts from that loss times ``loss_scale`` (one over the tokens of the global batch). ``activation_shape``
+    is [seq, batch, hidden]. ``before_last_backward`` is called right before the backward pass that completes the
+    gradients. Raises RuntimeError when a peer is gone.
     """
     batch_of = batches if callable(batches) else batches.__getitem__
     activations = _Link(groups.pp, towards=1)

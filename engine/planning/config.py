@@ -93,6 +93,22 @@ class CorpusConfig(Settings):
     path: str = Field(min_length=1, description="prefix: PATH.bin and PATH.idx")
 
 
+class LossScaleConfig(Settings):
+    """Dynamic loss scaling of an fp16 run; the factors are best powers of two, which do not round."""
+
+    initial: float = Field(default=2.0**32, gt=0, description="each overflow on the way down to a fit is a lost step")
+    growth_interval: PositiveInt = Field(default=1000, description="steps without overflow after which it grows")
+    growth_factor: float = Field(default=2.0, gt=1)
+    backoff_factor: float = Field(default=0.5, gt=0, lt=1, description="what an overflow multiplies it by")
+    minimum: float = Field(default=1.0, gt=0, description="an overflow at this scale ends the run")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.initial < self.minimum:
+            raise ValueError(f"initial {self.initial:g} is below minimum {self.minimum:g}")
+        return self
+
+
 class TrainConfig(Settings):
     """The training run: batch, optimizer, schedule, precision. Nothing here depends on the layout."""
 
@@ -113,7 +129,8 @@ class TrainConfig(Settings):
     frozen: tuple[str, ...] = Field(
         default=(), description="parameters that are not trained: shell-style patterns of their global names"
     )
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScaleConfig | None = Field(default=None, description="for fp16 alone; its defaults when not given")
     bucket_size_mb: float = Field(default=25.0, gt=0, description="size of one gradient bucket in MiB of fp32")
     log_samples: bool = Field(default=False, description="write the ids of the samples that each step consumed")
 
@@ -128,7 +145,16 @@ class TrainConfig(Settings):
             raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
         if self.warmup_steps > (self.decay_steps or self.train_steps):
             raise ValueError(f"warmup_steps {self.warmup_steps} goes beyond the end of the schedule")
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(f"loss_scale is for precision fp16, not {self.precision}")
         return self
+
+    @property
+    def scaling(self) -> LossScaleConfig | None:
+        """The loss scaling in force: None unless the precision is fp16."""
+        if self.precision != "fp16":
+            return None
+        return self.loss_scale or LossScaleConfig()
 
     @property
     def num_microbatches(self) -> int:

@@ -21,7 +21,7 @@ from engine.planning.config import ModelConfig, RunConfig
 from engine.planning.flops import num_matrix_parameters
 from engine.planning.layout import Layout
 
-BYTES_PER_VALUE = {"fp32": 4, "bf16": 2}
+BYTES_PER_VALUE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)

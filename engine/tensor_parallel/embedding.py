@@ -40,7 +40,13 @@ def vocab_parallel_weight(
     # Zeros, for nothing else writes the padding, and its product with a zero gradient has to be zero.
     return attach(
         nn.Parameter(torch.zeros(rows, hidden_size, dtype=dtype, device=device)),
-        ParameterSpec((rows, hidden_size), segments, shared_embedding=shared, owned=owned),
+        ParameterSpec(
+            (rows, hidden_size),
+            segments,
+            shared_embedding=shared,
+            owned=owned,
+            padding_of=None if segments else name,
+        ),
     )
 
 

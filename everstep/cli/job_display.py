@@ -30,7 +30,13 @@ _STATE_STYLE = {
     "FAILED": "bold red",
     "CANCELLED": "red",
 }
-_EVENT_STYLE = {"incident": "bold red", "planned": "cyan", "recovered": "bold green", "failed": "bold red"}
+_EVENT_STYLE = {
+    "incident": "bold red",
+    "planned": "cyan",
+    "recovered": "bold green",
+    "failed": "bold red",
+    "save_failed": "bold red",
+}
 _PHASE_MARK = {"stepping": ("■", "green"), "saving": ("▣", "blue"), "ended": ("□", "dim")}
 _PLAIN_LINES = 15  # lines of progress of a whole run where nothing can be redrawn
 

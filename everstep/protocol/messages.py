@@ -206,6 +206,7 @@ class CheckpointRecord(Message):
     directory: str
     num_bytes: int
     seconds: float
+    stall_s: float = Field(default=0.0, description="how long training stood still before the writing began")
     at: float
 
 

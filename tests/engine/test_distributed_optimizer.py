@@ -8,80 +8,10 @@ from engine.checkpoint.boxes import covers
 from engine.data_parallel.buckets import ALIGNMENT, ParameterBuckets
 from engine.data_parallel.distributed_optimizer import DistributedOptimizer
 from engine.parameters import ParameterSpec, Segment, attach
-from engine.pipeline.executor import run_step
-from engine.pipeline.schedules import one_forward_one_backward
 from engine.planning.layout import Layout
 from tests.harness import groups_of, run_ranks
-from tests.toy_stages import ACTIVATION, BATCH, SEQ, ToyStage, micro_batch, name_of, parameter, settings
-
-BUCKET_MB = 1e-3
-MICRO_BATCHES = 5
-
-
-class _Replica:
-    """One rank of a layout that trains the toy."""
-
-    def __init__(self, rank, store, layout, train, **kwargs):
-        self.groups = groups_of(layout, rank, store)
-        self.train = train
-        self.stage = ToyStage(self.groups.at.pp, layout, **kwargs)
-        self.dtype = self.stage.in_order()[0].dtype
-        self.buckets = ParameterBuckets(self.stage.in_order(), self.groups, bucket_size_mb=BUCKET_MB)
-        self.optimizer = DistributedOptimizer(self.buckets, self.groups, train)
-
-    def backward(self, step, count=MICRO_BATCHES):
-        layout, at = self.groups.layout, self.groups.at
-        mine = layout.microbatches_of_replica(at.dp, count)
-        result = run_step(
-            self.stage,
-            one_forward_one_backward(at.pp, layout.pp, len(mine)),
-            self.groups,
-            [micro_batch(step, number) for number in mine],
-            activation_shape=ACTIVATION,
-            dtype=self.dtype,
-            device=torch.device("cpu"),
-            loss_scale=1.0 / (count * BATCH * SEQ),
-            before_last_backward=self.buckets.arm,
-        )
-        self.buckets.finish()
-        return result.loss_sum
-
-    def run(self, steps, start=0):
-        """Norms and loss sums of the steps."""
-        out = []
-        for step in range(start, start + steps):
-            loss = self.backward(step)
-            norm, extras = self.optimizer.step(self.train.lr, loss.view(1))
-            out.append((norm, extras.item()))
-        return out
-
-    def weights(self):
-        return {name_of(p): p.detach().float().numpy().copy() for p in self.stage.parameters()}
-
-    def state(self):
-        """(piece name, box, owned, values) of this rank."""
-        return [(p.name, p.box, p.owned, p.data.numpy().copy()) for p in self.optimizer.pieces()]
-
-
-def _whole_state(ranks):
-    """Every global tensor from the owned pieces of all ranks; each element exactly once."""
-    tensors = {}
-    for name, shape in _shapes(ranks).items():
-        owned = [(box, values) for pieces in ranks for n, box, mine, values in pieces if n == name and mine]
-        assert covers(shape, [box for box, _ in owned]), name
-        whole = torch.full(shape, float("nan"))
-        for box, values in owned:
-            whole[box.slices] = torch.from_numpy(values)
-        tensors[name] = whole
-    return tensors
-
-
-def _shapes(ranks):
-    ends = {}
-    for pieces in ranks:
-        for name, box, _, _ in pieces:
-            ends.setdefault(name, []).append(box.end)
-    return {name: tuple(map(max, zip(*boxes, strict=True))) for name, boxes in ends.items()}
+from tests.toy_stages import BATCH, SEQ, ToyStage, micro_batch, name_of, parameter, settings
+from tests.toy_training import BUCKET_MB, MICRO_BATCHES, Replica, whole_state
 
 
 def _torch_adamw(rank, store, steps, train, tied):
@@ -121,7 +51,7 @@ def _torch_adamw(rank, store, steps, train, tied):
 
 
 def _train(rank, store, layout, train, steps, tied):
-    replica = _Replica(rank, store, layout, train, tied=tied)
+    replica = Replica(rank, store, layout, train, tied=tied)
     norms = replica.run(steps)
     for name, _, _, values in replica.state():
         assert values.any(), name
@@ -152,7 +82,7 @@ def test_it_is_torch_adamw_with_decay_groups_and_clipping(layout, oracle):
         for (norm, loss), (expected_norm, expected_loss) in zip(ours, norms, strict=True):
             assert norm == pytest.approx(expected_norm, rel=1e-6)
             assert loss == pytest.approx(expected_loss, rel=1e-6)
-    state = _whole_state([pieces for _, _, pieces in ranks])
+    state = whole_state([pieces for _, _, pieces in ranks])
     assert state.keys() == tensors.keys()
     for name, expected in tensors.items():
         if layout.world_size == 1:
@@ -245,18 +175,18 @@ def test_norm_and_saves_count_every_parameter_once_over_tensor_parallel_ranks():
 
 
 def _not_finite(rank, store):
-    replica = _Replica(rank, store, Layout(dp=2), settings())
+    replica = Replica(rank, store, Layout(dp=2), settings())
     replica.run(2)
     before = replica.weights(), replica.state()
     replica.backward(2)
     if rank == 1:
         replica.buckets.buckets[0].gradients[replica.buckets.buckets[0].shard][0] = float("nan")
-    with pytest.raises(FloatingPointError, match="gradient norm of step 3 is nan"):
+    with pytest.raises(FloatingPointError, match="gradient norm of update 3 is nan"):
         replica.optimizer.step(1e-3)
     after = replica.weights(), replica.state()
     assert all((before[0][name] == after[0][name]).all() for name in after[0])
     assert all((a[3] == b[3]).all() for a, b in zip(before[1], after[1], strict=True))
-    return replica.optimizer.step_count
+    return replica.optimizer.num_updates
 
 
 def test_a_gradient_that_is_not_finite_stops_every_rank_before_anything_is_changed():
@@ -265,7 +195,7 @@ def test_a_gradient_that_is_not_finite_stops_every_rank_before_anything_is_chang
 
 def _move(rank, store, layout, state, steps, dtype):
     """Take over ``state`` (global tensors by piece name; None starts afresh) and go on for ``steps``."""
-    replica = _Replica(rank, store, layout, settings(), tied=True, dtype=dtype)
+    replica = Replica(rank, store, layout, settings(), tied=True, dtype=dtype)
     if state is not None:
         for piece in replica.optimizer.pieces():
             piece.data.copy_(state[piece.name][piece.box.slices])
@@ -286,7 +216,7 @@ def test_state_moves_to_another_layout_and_back_and_training_goes_on(dtype):
                 if state is not None:
                     rounded = state[f"weight/{name}"].to(dtype).float()
                     assert torch.equal(torch.from_numpy(values), rounded), name
-        return _whole_state([pieces for (_, pieces), _ in ranks]), _whole_state([pieces for _, pieces in ranks])
+        return whole_state([pieces for (_, pieces), _ in ranks]), whole_state([pieces for _, pieces in ranks])
 
     _, three = moved(here, None, 3)
     _, six = moved(here, None, 6)

@@ -28,7 +28,7 @@ from tests.training import launch_of, tiny_run
         (CheckpointMismatch(["weight/x: not in the checkpoint"]), "user", "internal"),
         (CheckpointError("RuntimeError: on another rank"), "internal", "internal"),
         (CorpusError("data.path: an id outside the vocabulary"), "user", "user"),
-        (FloatingPointError("the gradient norm of step 3 is nan"), "numerics", "numerics"),
+        (FloatingPointError("the gradient norm of update 3 is nan"), "numerics", "numerics"),
         (MemoryError(), "memory", "memory"),
         (torch.OutOfMemoryError("CUDA out of memory"), "memory", "memory"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory", "memory"),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.agent_link import AgentLink
-from engine.planning.messages import EXIT_FAILURE, CheckpointCommitted, Ended, Failure, Progress, RankLaunch
+from engine.planning.messages import EXIT_FAILURE, CheckpointCommitted, Ended, Failure, Progress, RankLaunch, SaveFailed
 
 
 def main(launch: RankLaunch) -> int:
@@ -47,6 +47,22 @@ def completes(launch: RankLaunch, link: AgentLink) -> int:
     link.send(Ended(rank=launch.rank, step=1, complete=True))
     link.close()
     return 0
+
+
+def full_disk(launch: RankLaunch, link: AgentLink) -> int:
+    """Rank 0 tells of a failed save, then all go on."""
+    if launch.rank == 0:
+        link.send(
+            SaveFailed(
+                step=4,
+                generation=launch.generation,
+                errno=28,
+                file="/state/4/shard-00001.safetensors",
+                reason="No space left on device",
+                failures_in_a_row=2,
+            )
+        )
+    return steps(launch, link)
 
 
 def raises(launch: RankLaunch, link: AgentLink) -> int:
@@ -109,5 +125,6 @@ def family(launch: RankLaunch, link: AgentLink) -> int:
 
 
 PROGRAMS: dict[str, Callable[[RankLaunch, AgentLink], int]] = {
-    program.__name__: program for program in (steps, completes, raises, escapes, exits, segfaults, stubborn, family)
+    program.__name__: program
+    for program in (steps, completes, full_disk, raises, escapes, exits, segfaults, stubborn, family)
 }

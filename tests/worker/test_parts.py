@@ -252,7 +252,13 @@ def test_without_an_agent_messages_are_dropped() -> None:
 
 @in_event_loop
 async def test_stranger_under_a_ranks_name_is_turned_away(tmp_path: Path) -> None:
-    lines = RankLines(tmp_path / "s", beat=lambda: None, committed=lambda record: None, now=time.time)
+    lines = RankLines(
+        tmp_path / "s",
+        beat=lambda: None,
+        committed=lambda record: None,
+        save_failed=lambda job, failed: None,
+        now=time.time,
+    )
     await lines.start()
     assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
     rank = _rank(tmp_path)

@@ -51,7 +51,7 @@ def _ghost(rank, store, config, layout, directory):
 
 def test_a_ghost_is_stopped_on_all_ranks_and_deletes_nothing(corpus, tmp_path):
     config = tiny_run(corpus, tmp_path, train_steps=6)
-    checkpoint = config.checkpoint.model_copy(update={"save_interval": 2, "keep": 1})
+    checkpoint = config.checkpoint.model_copy(update={"save_interval": 2, "keep": 1, "asynchronous": False})
     config = config.model_copy(update={"checkpoint": checkpoint})
     directory = tmp_path / "checkpoints"
     for told in run_ranks(2, _ghost, config, Layout(dp=2), directory):

@@ -1,4 +1,4 @@
-"""What is set aside is not restored from, not deleted, and can be taken back; only real damage is set aside by itself."""
+"""What is set aside is not restored from, not deleted, can be taken back; ranks set nothing aside but real damage."""
 
 from __future__ import annotations
 

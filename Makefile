@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench clean
+.PHONY: help setup demo test test-all test-gpu lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +19,7 @@ help:
 	@echo 'make demo      train on real text, lose a node, reshape, take it back, finish (installs on first use)'
 	@echo 'make test      lint, types, import rules and the quick tests'
 	@echo 'make test-all  the long tests as well; goes on where it was interrupted'
+	@echo 'make test-gpu  the engine over NCCL, on a machine with GPUs'
 	@echo 'make setup     only install the runtime into $(VENV)'
 	@echo 'make lint      ruff, mypy, import-linter'
 	@echo 'make format    let ruff format the code'
@@ -62,7 +63,7 @@ test: lint
 test-all: lint
 	@state=$$(git rev-parse HEAD)-$$(git diff HEAD | git hash-object --stdin | cut -c1-12); \
 	stamps=build/test-all/$$state; mkdir -p "$$stamps"; failed=; \
-	for file in $$(git ls-files 'tests/*test_*.py'); do \
+	for file in $$(git ls-files 'tests/*test_*.py' ':!tests/gpu'); do \
 		stamp="$$stamps/$${file//\//.}"; \
 		if [ -e "$$stamp" ]; then echo "$$file: passed before"; continue; fi; \
 		echo "$$file"; \
@@ -71,9 +72,13 @@ test-all: lint
 	done; \
 	if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
 
+# Needs GPUs: the engine over NCCL.
+test-gpu: $(DEV)
+	$(BIN)/python -m pytest tests/gpu
+
 bench: $(DEV)
 	@for program in benchmarks/*.py; do \
-		[ -e "$$program" ] || { echo 'no benchmarks yet'; break; }; \
+		[ "$$program" != benchmarks/report.py ] || continue; \
 		echo "== $$program"; $(BIN)/python "$$program"; \
 	done
 

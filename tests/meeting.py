@@ -22,6 +22,7 @@ def meeting_store() -> str:
         _pid = os.fork()
         if _pid == 0:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # whatever a test has set in the process that forks
             from torch.distributed import TCPStore
 
             server = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno())

@@ -42,7 +42,7 @@ def test_bad_input_is_exit_code_2_and_leaves_nothing(tmp_path):
 
 def test_an_interrupt_ends_the_engine_program_too(tmp_path):
     # Enough to take many times longer than it takes to see that the program has begun.
-    source = corpus(tmp_path / "a.jsonl", ["word " * 2000] * 20_000)
+    source = corpus(tmp_path / "a.jsonl", ["word " * 2000] * 8_000)
     command = [sys.executable, "-m", "everstep.cli", "preprocess", "--input", source, "--output", tmp_path / "a"]
     with subprocess.Popen([*map(str, command), "--tokenizer", "bytes", "--workers", "1"]) as process:
         deadline = time.monotonic() + 20.0
